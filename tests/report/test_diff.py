@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv as csv_format
 import io
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import gelu, silu
 
 import microtome as mt
 from microtome import zoo
@@ -63,11 +65,113 @@ def test_totals_and_layers_say_what_grew() -> None:
 
 def test_layers_are_added_and_removed() -> None:
     fewer = net().diff(net(last=False))
-    assert [(layer.address, layer.what) for layer in fewer.layers] == [("b", "removed")]
+    removed, root = fewer.layers  # the root returns the output of another layer
+    assert [(layer.address, layer.what, layer.note) for layer in (removed, root)] == [
+        ("b", "removed", ""),
+        ("", "changed", "output 1x2 to 1x8"),
+    ]
     assert "Linear removed" in text(fewer)
     renamed = net().diff(net(name="first"))
     assert {(layer.address, layer.what) for layer in renamed.layers} == {("a", "removed"), ("first", "added")}
     assert "layers: 1 added, 1 removed; 3 as before" in text(renamed)
+
+
+class Own(nn.Module):
+    """A layer, then operators outside any layer."""
+
+    def __init__(self, ops: Sequence[Callable[[torch.Tensor], torch.Tensor]], width: int = 8) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, width)
+        self.ops = ops
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x)
+        for op in self.ops:
+            x = op(x)
+        return x
+
+
+def own(*ops: Callable[[torch.Tensor], torch.Tensor], width: int = 8) -> mt.Profile:
+    return mt.profile(Own(ops, width), "1x4")
+
+
+@pytest.mark.parametrize(
+    ("after", "note", "changes"),
+    [
+        # One FLOP for each of 8 elements.
+        ([gelu] * 5, "runs aten.gelu.default 1 to 5 times", [MetricChange("flops", 8, 40)]),
+        ([silu], "runs aten.gelu.default 1 to 0 times, aten.silu.default 0 to 1 times", []),
+        (
+            [gelu, lambda x: x[:, :4]],
+            "output 1x8 to 1x4",
+            [MetricChange("output", 32, 16)],
+        ),
+    ],
+)
+def test_a_call_whose_own_operators_or_output_changed_is_not_as_before(
+    after: list[Any], note: str, changes: list[MetricChange]
+) -> None:
+    changed = own(gelu).diff(own(*after))
+    assert [(layer.address, layer.note, list(layer.changes)) for layer in changed.layers] == [("", note, changes)]
+    assert changed.unchanged == 1
+    assert "layers: 1 changed; 1 as before" in text(changed)
+
+
+def test_an_output_of_another_dtype_is_a_change() -> None:
+    (root,) = own(torch.Tensor.half).diff(own(torch.Tensor.bfloat16)).layers
+    assert (root.address, root.note) == ("", "output float16 to bfloat16")
+
+
+def test_views_are_no_change() -> None:
+    assert own(gelu).diff(own(lambda x: x.view(8).view(1, 8), gelu)).layers == ()
+
+
+@pytest.mark.parametrize(
+    ("freeze", "note"),
+    [(True, "trainable 40 to 0"), (False, "weights 160 B to 80 B; read 176 B to 96 B")],
+)
+def test_counts_that_no_column_compares_are_changes_too(freeze: bool, note: str) -> None:
+    # 4 x 8 weights and 8 of the bias, with 4 bytes each or with 2; also read are 4 inputs.
+    before = own()
+    row = before["layer"]
+    amounts = {"trainable_params": 0} if freeze else {"param_bytes": 80, "read_bytes": row.own.read_bytes - 80}
+    rows = tuple(replace(one, own=replace(one.own, **amounts)) if one is row else one for one in before)
+    changed = before.diff(replace(before, calls=rows))
+    assert [(layer.address, layer.note) for layer in changed.layers] == [("layer", note)]
+
+
+def test_a_backward_that_costs_less_is_a_change() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    both = mt.profile(model, "1x4", backward=True)
+    model[0].requires_grad_(False)
+    frozen = mt.profile(model, "1x4", backward=True)
+    assert [layer.address for layer in both.diff(frozen).layers] == ["0", "1"]  # which computes no gradient for it
+    model.requires_grad_(True)
+    assert both.diff(mt.profile(model, "1x4")).layers == ()  # a backward that was not counted is no change
+
+
+def test_costs_of_a_call_with_calls_inside_are_called_its_own() -> None:
+    shown = text(own(gelu).diff(own(gelu, gelu)))
+    assert rows(shown)[1] == ["", "own FLOPs", "8", "16", "+100.0 %"]
+
+
+def test_flops_are_shown_where_macs_are_not_or_on_request() -> None:
+    changed = own(gelu).diff(own(gelu, width=16))
+    names = [row[1] for row in rows(text(changed))]
+    assert names.count("FLOPs") == 0
+    assert names.count("own FLOPs") == 1
+    assert "FLOPs" in [row[1] for row in rows(text(changed, ChangeSelection(sort="flops")))]
+
+
+def test_the_counts_of_calls_agree_with_the_table() -> None:
+    def repeated(times: int) -> mt.Profile:
+        return mt.profile(nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(times))), "1x4")
+
+    removed = repeated(3).diff(repeated(2))
+    shown = text(removed)
+    assert rows(shown)[0][:2] == ["2", "Sequential removed, with 2 calls inside"]
+    assert "layers: 3 removed; 7 as before" in shown
+    assert removed.unchanged + len(removed.layers) == 10  # calls of the larger model
 
 
 @pytest.fixture(scope="module")

@@ -54,7 +54,9 @@ def report(diff: Diff, view: ChangeSelection | None = None, medium: Medium = "te
             Column("what changed", align="left", wraps=True),
             *changes,
         )
-        lines = tuple(line for layer in layers[:most] for line in _lines(layer))
+        containers = {module.address for module in diff.modules}
+        brief = [_without_flops(layer, view) for layer in layers[:most]]
+        lines = tuple(line for layer in brief for line in _lines(layer, has_calls=layer.address in containers))
         tables.append(Table(columns, lines, summary=_changed(diff) if len(layers) >= _FOLDED else ""))
     title = diff.after if diff.before == diff.after else f"{diff.before}, then {diff.after}"
     changed = [(name_of(change), growth(change)) for change in diff.totals if change.growth]
@@ -175,15 +177,25 @@ def _cells(change: MetricChange, *, is_new: bool = False) -> tuple[str, str, Sty
     return write(change.before, unit), write(change.after, unit), grown
 
 
-def _lines(layer: LayerChange) -> Iterator[Line]:
-    """Yield the rows of a layer, the first with its name."""
+def _without_flops(layer: LayerChange, view: ChangeSelection) -> LayerChange:
+    """Leave out the FLOPs of a layer whose MACs changed, which say the same, unless the view names them."""
+    quantities = {change.quantity for change in layer.changes}
+    if "macs" not in quantities or "flops" in (*view.columns, view.sort):
+        return layer
+    return replace(layer, changes=tuple(change for change in layer.changes if change.quantity != "flops"))
+
+
+def _lines(layer: LayerChange, *, has_calls: bool) -> Iterator[Line]:
+    """Yield the rows of a layer, the first with its name; costs without the calls inside it are its own."""
     name = layer.address or "(root)"
     parts = (f"{layer.type} {layer.what}" if layer.what != "changed" else "", layer.note)
     note = ", ".join(filter(None, parts)) or ("" if layer.changes else "calls inside, not their sum")
     if note:
         yield Line((name, note, "", "", ""))
     for at, one in enumerate(layer.changes):
-        header = compared_metrics()[one.quantity].header
+        metric = compared_metrics()[one.quantity]
+        is_part = has_calls and layer.is_own and metric.adds_up == "sum"
+        header = f"own {metric.header}" if is_part else metric.header
         yield Line(("" if at or note else name, header, *_cells(one, is_new=layer.what != "changed")))
 
 

@@ -11,12 +11,14 @@ from typing import Any, Literal, NamedTuple, Self
 from microtome.errors import BadQuery
 from microtome.files.reading import File
 from microtome.results.base import Result, load_result, render
-from microtome.results.metrics import Metric, compared_metrics, find_compared
+from microtome.results.metrics import METRICS, Metric, compared_metrics, find_compared
 from microtome.results.profile import Profile
-from microtome.results.rows import Row
-from microtome.units import plural, shape
+from microtome.results.rows import AMOUNTS, Row
+from microtome.units import plural, shape, some, write
 
 ChangeKind = Literal["added", "removed", "changed"]
+#: The most operators that the note of a layer names.
+_OPERATORS = 3
 
 
 class MetricChange(NamedTuple):
@@ -51,7 +53,7 @@ class LayerChange:
     Attributes:
         type: The type of its module.
         changes: The changes of its costs: in `Diff.layers` without the calls inside it, in `Diff.modules` with them.
-        note: Other changes: its type, the shape of its output.
+        note: Other changes: its type, the shape and the dtype of its output, the operators that its own code runs.
         parent: The address of the call that contains it; None for the root, and in files of an older microtome.
         calls: In `Diff.modules`, the number of calls inside it if all were added, or all were removed; else None.
         is_own: Whether the changes are without the calls inside it; None in files of an older microtome.
@@ -74,9 +76,10 @@ class Diff(Result, kind="diff"):
     Attributes:
         before: The model and the inputs of the first profile; `after`: of the second.
         totals: The changes of the whole model, in every metric that one of the two has.
-        layers: The calls that changed, those with the largest share of the whole first.
+        layers: The calls that changed by themselves, those with the largest share of the whole first: in their type,
+            their output, their own operators or their own costs. A call is not listed for changes inside it.
         modules: The calls that have calls inside and changed, or contain calls that changed.
-        unchanged: The number of calls that did not.
+        unchanged: The number of calls of both that are not in `layers`.
         noise: The number of calls whose time changed within the noise of repeated passes.
         notes: Other differences: inputs, conventions, machines.
         uncounted: Operators without a formula that the second runs more often than the first: its counts leave more
@@ -182,7 +185,7 @@ def diff(before: Profile, after: Profile | File) -> Diff:
     >>> small, large = (mt.profile(torch.nn.Sequential(torch.nn.Linear(4, n)), "1x4") for n in (8, 16))
     >>> changed = small.diff(large)
     >>> changed["macs"].growth, [(layer.address, layer.note) for layer in changed.layers]
-    (1.0, [('0', 'output 1x8 to 1x16')])
+    (1.0, [('0', 'output 1x8 to 1x16'), ('', 'output 1x8 to 1x16')])
     """
     if isinstance(after, str | PathLike):
         after = load_result(after)
@@ -195,7 +198,7 @@ def diff(before: Profile, after: Profile | File) -> Diff:
         if layer.changes or layer.note or layer.what != "changed":
             real = [change for change in layer.changes if not change.is_noise]
             noise += len(real) < len(layer.changes)
-            if real or layer.note:
+            if real or layer.note or layer.what != "changed":
                 layers.append(layer)
     totals = tuple(_totals(before, after))
     layers.sort(key=lambda layer: -weight(layer, totals))
@@ -236,13 +239,15 @@ def _compare(before: Profile, after: Profile, old: Row | None, new: Row | None, 
         if old is None or new is None:
             differs = (one or 0) != (two or 0)
         else:  # a metric that was not measured on one side shows no change; one that was not counted does
-            differs = one != two and (_is_counted(metric) or None not in (one, two))
+            differs = one != two and (None not in (one, two) or _is_counted_in_both(metric, before, after))
         if differs:
             noise = None if old is None or new is None else is_noise(old, new, metric.name)
             changes.append(MetricChange(metric.diff, one, two, noise))
     what: ChangeKind = "added" if old is None else "removed" if new is None else "changed"
-    note = "" if old is None or new is None else "; ".join(_differences(old, new))
-    return LayerChange(row.address, row.type, what, tuple(changes), note, row.parent, is_own=cost is _own)
+    notes = [] if old is None or new is None else list(_differences(old, new))
+    if old is not None and new is not None and not changes and not notes:
+        notes = list(_other_costs(old, new))
+    return LayerChange(row.address, row.type, what, tuple(changes), "; ".join(notes), row.parent, is_own=cost is _own)
 
 
 def _modules(before: Profile, after: Profile, layers: Iterable[LayerChange]) -> Iterator[LayerChange]:
@@ -278,19 +283,28 @@ def _addresses_inside(profile: Profile, row: Row | None) -> set[str]:
 
 
 def _is_counted(metric: Metric) -> bool:
-    return metric.requires is None and metric.adds_up == "sum"
+    """Whether it is computed from the operators of a run, so that it is exact of every call, and adds up."""
+    return metric.adds_up == "sum" and (metric.requires is None or metric.requires.done == "counted")
+
+
+def _is_counted_in_both(metric: Metric, before: Profile, after: Profile) -> bool:
+    """Whether both profiles count it: on request, it is known at least of the whole."""
+    is_requested = metric.requires is not None
+    return _is_counted(metric) and not (is_requested and None in (metric.of(before.total), metric.of(after.total)))
 
 
 def _own(profile: Profile, row: Row | None, metric: Metric) -> float | None:
-    """Return the cost of a call by itself.
+    """Return the cost of a call by itself; if the metric does not add up, such as the output's bytes, that of the call.
 
     A measured one only of calls without measured calls inside, since a difference of medians has no spread.
     """
     if row is None:
         return None
-    if _is_counted(metric) or metric.adds_up != "sum":
+    if _is_counted(metric):
         own: float | None = metric.own(row)
         return own
+    if metric.adds_up != "sum":
+        return metric.of(row)
     return None if any(metric.of(child) is not None for child in profile.children(row)) else metric.of(row)
 
 
@@ -312,9 +326,31 @@ def is_noise(old: Row, new: Row, name: str) -> bool | None:
 def _differences(old: Row, new: Row) -> Iterator[str]:
     if old.type != new.type:
         yield f"{old.type} to {new.type}"
-    outputs = [", ".join(shape(tensor.shape) for tensor in row.outputs) for row in (old, new)]
-    if outputs[0] != outputs[1] and not old.height > 1:
-        yield f"output {outputs[0] or 'none'} to {outputs[1] or 'none'}"
+    shapes = [", ".join(shape(tensor.shape) for tensor in row.outputs) for row in (old, new)]
+    dtypes = [", ".join(dict.fromkeys(tensor.dtype for tensor in row.outputs)) for row in (old, new)]
+    for one, two in (shapes, dtypes) if all(dtypes) else (shapes,):
+        if one != two:
+            yield f"output {one or 'none'} to {two or 'none'}"
+    if old.type == new.type:
+        yield from _other_operators(old, new)
+
+
+def _other_operators(old: Row, new: Row) -> Iterator[str]:
+    """Yield how often the call's own code runs which operators; views, which neither compute nor copy, do not count."""
+    runs = [{op.name: op.runs for op in row.ops if op.flops or op.moved_bytes} for row in (old, new)]
+    names = [name for name in dict.fromkeys((*runs[0], *runs[1])) if runs[0].get(name) != runs[1].get(name)]
+    changed = [f"{name} {runs[0].get(name, 0)} to {runs[1].get(name, 0)} times" for name in names]
+    if changed:
+        yield f"runs {some(changed, _OPERATORS)}"
+
+
+def _other_costs(old: Row, new: Row) -> Iterator[str]:
+    """Yield the changes of own costs that are counted and not compared, such as the bytes of weights in bfloat16."""
+    for metric in (METRICS[name] for name in AMOUNTS):
+        if _is_counted(metric) and not metric.is_compared_by_layer:
+            one, two = metric.own(old), metric.own(new)
+            if None not in (one, two) and one != two:
+                yield f"{metric.label} {write(one, metric.unit)} to {write(two, metric.unit)}"
 
 
 def weight(layer: LayerChange, totals: Iterable[MetricChange]) -> float:

@@ -191,7 +191,7 @@ class Amounts:
         known_of="ops", counted_by="macs", diff="macs", **_PER_LAYER)
     flops: int | None = _field(
         "FLOPs", "count", "floating-point operations of the forward, by the convention",
-        known_of="ops", counted_by="flops", diff="flops", share="share")
+        known_of="ops", counted_by="flops", diff="flops", share="share", is_compared_by_layer=True)
     madds: int | None = _field(
         "MAdds", "count", "multiplications and additions of the forward, each counted",
         known_of="ops", counted_by="madds", shown="file")
@@ -206,7 +206,7 @@ class Amounts:
         header="bwd MACs", counted_by="", shown="file")
     backward_flops: int | None = _measured(
         "backward FLOPs", "count", "floating-point operations of the backward", BACKWARD,
-        header="bwd FLOPs", counted_by="", diff="backward")
+        header="bwd FLOPs", counted_by="", diff="backward", is_compared_by_layer=True)
     backward_s: float | None = _measured(
         "backward time", "seconds", "seconds of the host for the backward", BACKWARD_TIME,
         header="bwd time", column="backward_time", diff="backward_time", is_compared_by_layer=True)
