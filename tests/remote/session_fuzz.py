@@ -50,9 +50,9 @@ class StepFuzzer:
         session = stages.session()
         run_stage = session._sequence.run_stage
 
-        def keep(stage: Any, boundary: Boundary, states: Any) -> Any:
+        def keep(stage: Any, boundary: Boundary, state: Any) -> Any:
             self._boundaries.append(boundary.to_bytes())
-            return run_stage(stage, boundary, states)
+            return run_stage(stage, boundary, state)
 
         session._sequence.run_stage = keep  # type: ignore[method-assign]
         output = session(STEPS[0], memory=Memory(4))

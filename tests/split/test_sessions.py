@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import microtome as mt
 from microtome.errors import BadBoundary, BadQuery, SessionError, Unsupported
 from microtome.split.execution.placeholder import Placeholder, PlaceholderRead
-from microtome.split.state.contents import digest_of, parts_of
+from microtome.split.state.snapshot import StateSnapshot, digest_of
 
 
 class Memory:
@@ -322,7 +322,7 @@ def test_a_part_that_cannot_be_described_is_named(value: Any) -> None:
     memory = Memory(1)
     memory.other = value  # type: ignore[attr-defined]
     with pytest.raises(Unsupported, match=r"the state holds a \w+ at \.other.*, which cannot be described"):
-        parts_of(memory)
+        StateSnapshot.of(memory)
 
 
 @torch.no_grad()

@@ -87,6 +87,14 @@ class Call:
             call = call.parent
         return tuple(reversed(chain))
 
+    @property
+    def root(self) -> nn.Module | None:
+        """The module of the outermost call, or None if it no longer exists."""
+        call = self
+        while call.parent is not None:
+            call = call.parent
+        return call.module
+
     def __repr__(self) -> str:
         return f"<Call {self.address!r} {self.phase}>"
 

@@ -137,7 +137,7 @@ class _TensorWrapper(Tensor):
 
 def wraps_tensors() -> bool:
     """Check without running an operator on it: the first that a subclass handles makes torch import its compiler."""
-    wrapper = internals.make_wrapper_subclass(_TensorWrapper, torch.ones(2, 3).t(), torch.device("cpu"))
+    wrapper = internals.make_wrapper_subclass(_TensorWrapper, (3, 2), (1, 3), torch.float32, torch.device("cpu"))
     return type(wrapper) is _TensorWrapper and wrapper.shape == (3, 2) and wrapper.stride() == (1, 3)
 
 

@@ -8,7 +8,7 @@ operator's schema.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any
 
@@ -146,9 +146,11 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def make_wrapper_subclass(cls: type[Any], like: Tensor, device: torch.device) -> Any:
-    """Make a tensor of a subclass with the shape, strides and dtype of another, without memory."""
-    return Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device)
+def make_wrapper_subclass(
+    cls: type[Any], shape: Sequence[int], strides: Sequence[int] | None, dtype: torch.dtype, device: torch.device
+) -> Any:
+    """Make a tensor of a subclass without memory; without strides, it is contiguous."""
+    return Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=device)
 
 
 def pop_dispatch_mode(mode: Any) -> None:

@@ -33,9 +33,10 @@ from microtome.split.boundary.schema import (
 )
 from microtome.split.boundary.serialization import header_length
 from microtome.split.description import SplitDescription, class_name, find_model_class
-from microtome.split.state.contents import describe_state, format_path, has_tensors
+from microtome.split.state.contents import describe_state, has_tensors
 from microtome.split.state.edits import StateEdit
 from microtome.split.state.placeholder import StateOp
+from microtome.split.state.snapshot import StateSnapshot, format_path
 from microtome.split.state.stage_state import Changes, Edits
 
 #: The most bytes of a decompressed field.
@@ -147,7 +148,7 @@ def encode_states(states: Iterable[Any]) -> bytes:
     """
     described = []
     for state in states:
-        if has_tensors(state):
+        if has_tensors(StateSnapshot.of(state)):
             raise Unsupported(
                 f"expected a new {type(state).__name__} for a session on a server, got one with values, which do not "
                 "cross: run the steps that filled it in this session"

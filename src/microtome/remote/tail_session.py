@@ -15,8 +15,9 @@ from microtome.remote.step_codec import encode_changes, parse_edits, parse_state
 from microtome.split.boundary.boundary import Boundary
 from microtome.split.boundary.schema import PLACEHOLDER_DTYPES, PlaceholderSpec
 from microtome.split.stage import Stage
-from microtome.split.state.contents import Path, apply_changes, format_path, part_at, to_path
+from microtome.split.state.contents import apply_changes, part_at, to_path
 from microtome.split.state.placeholder import StateOp
+from microtome.split.state.snapshot import Path, format_path
 from microtome.split.state.stage_state import Edits, StageState
 from microtome.units import size
 
@@ -61,7 +62,7 @@ class TailSession:
                 self.state = StageState(_make_states(state, tail))
                 self._has_begun = True
             self.state.begin_step(tail, edits)
-            output = tail.run((boundary,), {}, states=self.state.objects, release=True)
+            output = tail.run((boundary,), {}, state=self.state, release=True)
             return StepResult(output, encode_changes(self.state.end_step(tail)))
 
 

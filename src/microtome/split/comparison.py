@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from microtome.engine.attributes import attributes_of
 from microtome.engine.pytree import DATACLASS, MAPPING, SEQUENCE, SET, is_state, node_type
 from microtome.files.tensors import resolve_lazy_bits
-from microtome.split.state.contents import format_path, parts_of
+from microtome.split.state.snapshot import StateSnapshot, format_path
 
 _MAX_DEPTH = 12  # an object may contain itself
 
@@ -68,8 +68,8 @@ def differences(value: Any, expected: Any, path: str = "", depth: int = 0) -> It
 
 def state_differences(expected: Any, states: Sequence[Any]) -> Iterator[Difference]:
     """Find the differences between a state object and those of the stages, which together have all values of it."""
-    parts = [parts_of(state) for state in states]
-    for path, part in parts_of(expected).items():
+    parts = list(map(StateSnapshot.of, states))
+    for path, part in StateSnapshot.of(expected).items():
         if isinstance(part.value, Tensor) and part.value.numel():
             values = [one[path].value for one in parts if path in one and type(one[path].value) is Tensor]
             if not values:

@@ -17,7 +17,8 @@ from microtome.files.types import to_plain
 from microtome.inputs import Inputs
 from microtome.split.boundary.schema import PLACEHOLDER_DTYPES, PlaceholderSpec, parse_changes
 from microtome.split.boundary.serialization import DTYPES
-from microtome.split.state.contents import Path, apply_changes, describe_state
+from microtome.split.state.contents import apply_changes, describe_state
+from microtome.split.state.snapshot import Path
 
 #: The most elements of a tensor that is described by value.
 _MAX_VALUES = 1 << 16

@@ -38,7 +38,7 @@ class StageSession:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step."""
-        variant, inputs = self._variants.for_step(Inputs(*args, **kwargs), self._kind)
+        variant, inputs = self._variants.for_step(Inputs(*args, **kwargs), self._kind, self._sequence.read)
         with as_state(variant.spec.state_classes):
             if self._kind is None:
                 self._kind = kind_of(state_objects_in((inputs.args, inputs.kwargs)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +16,14 @@ from microtome.engine.selectors import named_modules
 from microtome.engine.signals import signal_safe
 from microtome.errors import BadBoundary, BadInputs, MicrotomeError, Unsupported
 from microtome.inputs import Inputs
+from microtome.split.analysis.call_arguments import state_objects_in
 from microtome.split.analysis.structure_spec import SplitSpec, check_structure, flatten
 from microtome.split.boundary.boundary import Boundary
 from microtome.split.execution.placeholder import Placeholder
+from microtome.split.execution.recording import FlatInputs
 from microtome.split.execution.schedule import Schedule
 from microtome.split.execution.stage_run import DrawingStageRun, StageRun
+from microtome.split.state.stage_state import StageState
 from microtome.split.weights import tensor_at
 
 if TYPE_CHECKING:
@@ -111,13 +114,13 @@ class Stage:
         kwargs: dict[str, Any],
         probes: Iterable[Probe] = (),
         *,
-        states: Sequence[Any] | None = None,
+        state: StageState | None = None,
         release: bool = False,
     ) -> Any:
         """Run the stage, observed by probes.
 
         Args:
-            states: The state objects of a stage other than the first; None: new ones.
+            state: The state of the stage in a sequence of steps, of which this is one; None: it begins and ends here.
             release: Drop each tensor from the boundary after its last use, so that memory is free as early as in a run
                 of the whole model; the boundary is empty afterwards.
         """
@@ -129,15 +132,14 @@ class Stage:
         probes = tuple(probes)
         session, run = (None if probes else self._idle_session()) or self._make_session(probes)
         with as_state(self.spec.state_classes), self._cleanup(session, run, reuse=not probes):
-            states = self.spec.new_states() if states is None and boundary is not None else states or ()
-            run.begin(boundary, None if boundary is None else self.device, states, release=release)
             if boundary is None:
                 inputs = self.spec.complete(Inputs(*args, **kwargs), self.model)
-                got = flatten((inputs.args, inputs.kwargs), arrays=[])[0]
-                check_structure("arguments of the head", self.spec.inputs, got, is_call=True)
+                run.begin(state or StageState(state_objects_in((inputs.args, inputs.kwargs))))
             else:
-                inputs = run.make_inputs(self.spec.inputs)
-            run.record_inputs(inputs)
+                run.begin(state or StageState(self.spec.new_states()))
+                inputs = run.receive(boundary, self.device, self.spec.inputs, release=release)
+            if self._ends is not None:
+                run.record_inputs(self._flatten(inputs))
             with session:
                 return self._run(run, inputs)
 
@@ -153,6 +155,13 @@ class Stage:
                 restore_attributes(module, attributes, where=_has_placeholders)
             if reuse:
                 self._idle.append((session, run))
+
+    def _flatten(self, inputs: Inputs) -> FlatInputs:
+        """Flatten the arguments of the model, which have the structure of the example."""
+        arrays: list[Any] = []
+        flat = FlatInputs(*flatten((inputs.args, inputs.kwargs), arrays=arrays), arrays)
+        check_structure("arguments of the head", self.spec.inputs, flat.spec, is_call=True)
+        return flat
 
     def _run(self, run: StageRun, inputs: Inputs) -> Any:
         try:

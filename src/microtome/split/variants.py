@@ -16,6 +16,7 @@ from microtome.split.analysis.structure_spec import SplitSpec, flatten
 from microtome.split.description import SplitDescription
 from microtome.split.stage import Stage
 from microtome.split.state.contents import has_tensors, kind_of
+from microtome.split.state.snapshot import StateSnapshot
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,11 +73,14 @@ class StageVariants:
         """Describe all variants so far, the first one first."""
         return [variant.describe()._replace(first_kind=variant.first_kind) for variant in self._variants]
 
-    def for_step(self, inputs: Inputs, kind: str | None) -> tuple[Variant, Inputs]:
+    def for_step(
+        self, inputs: Inputs, kind: str | None, read: Callable[[Sequence[Any]], Sequence[StateSnapshot]]
+    ) -> tuple[Variant, Inputs]:
         """Choose the stages for a step, or make them; return also the inputs with all states.
 
         Args:
             kind: The `kind_of` the states of the first step; None: this is the first.
+            read: Takes snapshots of state objects.
 
         Raises:
             Unsupported: A run on these inputs does not reach the cuts.
@@ -84,7 +88,7 @@ class StageVariants:
         classes = dict.fromkeys(cls for variant in self._variants for cls in variant.spec.state_classes)
         with as_state(tuple(classes)):
             states = state_objects_in((inputs.args, inputs.kwargs))
-            is_first = not any(map(has_tensors, states))
+            is_first = not any(map(has_tensors, read(states)))
             kind = kind or (kind_of(states) if states else None)
             for variant in self._variants:
                 if not (variant.is_first if is_first else variant.continues or not variant.is_first):

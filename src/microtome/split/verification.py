@@ -24,7 +24,8 @@ from microtome.split.comparison import Difference, differences, state_difference
 from microtome.split.cuts.crossing import ValueLocation
 from microtome.split.execution.placeholder import PlaceholderRead
 from microtome.split.stage import Stage
-from microtome.split.state.contents import digest_of
+from microtome.split.state.snapshot import digest_of
+from microtome.split.state.stage_state import StageState
 from microtome.split.state.steps import StepSequence, replace_states
 
 if TYPE_CHECKING:
@@ -187,11 +188,11 @@ class _VerifiedSequence(StepSequence):
         self._splitter = splitter
         self._chosen = chosen
 
-    def run_stage(self, stage: Stage, boundary: Boundary, states: Sequence[Any]) -> Any:
+    def run_stage(self, stage: Stage, boundary: Boundary, state: StageState) -> Any:
         model, cut = self._splitter.model, self._chosen[stage.index - 1]
         received = Boundary.from_bytes(boundary.to_bytes(), limit=_NO_LIMIT)
         with refuse_errors(model, cut), hide_attributes(model, _attributes_before(self._splitter, cut)):
-            return super().run_stage(stage, received, states)
+            return super().run_stage(stage, received, state)
 
 
 def _attributes_before(splitter: Splitter, cut: Cut) -> dict[str, set[str]]:

@@ -24,7 +24,7 @@ from microtome.split.analysis.signature import describe
 from microtome.split.analysis.structure_spec import StructureSpec, TensorSpec, flatten
 from microtome.split.boundary.serialization import DTYPES
 from microtome.split.cuts.state import State, StateProbe, analyze_state
-from microtome.split.state.contents import digest_of
+from microtome.split.state.snapshot import digest_of
 from microtome.trace.trace import record
 
 if TYPE_CHECKING:

@@ -19,7 +19,8 @@ from microtome.split.analysis.randomness import Draw, is_random
 from microtome.split.analysis.signature import Arguments, describe
 from microtome.split.analysis.structure_spec import StructureSpec, flatten
 from microtome.split.cuts.state import TORCH_ATTRIBUTES, changed_attributes, module_state
-from microtome.split.state.contents import Path, StatePart, changed_paths, parts_of
+from microtome.split.state.contents import changed_paths
+from microtome.split.state.snapshot import Path, StateSnapshot
 
 if TYPE_CHECKING:
     from microtome.trace.recorder import TraceRecorder
@@ -68,7 +69,7 @@ class _CallStart(NamedTuple):
     description: Arguments
     state: dict[str, Any]
     enclosing: dict[Call, dict[str, Any]]
-    parts: list[dict[Path, StatePart]]
+    parts: list[StateSnapshot]
 
 
 class CallRecorder(Probe):
@@ -97,7 +98,7 @@ class CallRecorder(Probe):
             describe(args, kwargs, model=call.stack[0].module),
             module_state(call.module),
             {other: module_state(other.module) for other in enclosing},
-            list(map(parts_of, arguments.state_objects)),
+            list(map(StateSnapshot.of, arguments.state_objects)),
         )
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -120,7 +121,7 @@ class CallRecorder(Probe):
                 for outer, before in start.enclosing.items()
             ),
             state_paths=tuple(
-                changed_paths(before, parts_of(state))
+                changed_paths(before, StateSnapshot.of(state, before))
                 for state, before in zip(start.arguments.state_objects, start.parts, strict=True)
             ),
         )

@@ -16,7 +16,7 @@ from microtome.engine.selectors import unwrap_model
 from microtome.errors import BadQuery, Unsupported
 from microtome.inputs import Inputs
 from microtome.split.analysis.call_arguments import CallArguments
-from microtome.split.state.contents import digest_of
+from microtome.split.state.snapshot import digest_of
 
 
 class MutatedObject(NamedTuple):

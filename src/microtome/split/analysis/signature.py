@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from enum import Enum
+from functools import cache
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -61,7 +62,7 @@ def describe(
         model: The model in which modules among the arguments are identified by their path.
     """
     if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):  # by far the most frequent
-        return Arguments("(T,)", [], [_describe_tensor(args[0])])
+        return Arguments("(T,)", [], [describe_tensor(args[0])])
     description = _Description(Arguments("", [], []), in_order, model)
     structure = f"({''.join(description.add(value) + ',' for value in args)})"
     if kwargs:
@@ -69,8 +70,14 @@ def describe(
     return description.arguments._replace(structure=structure)
 
 
-def _describe_tensor(tensor: Tensor) -> list[Any]:
-    return [str(tensor.dtype).removeprefix("torch."), *tensor.shape]
+def describe_tensor(tensor: Tensor) -> list[Any]:
+    """The name of the dtype and the shape of a tensor."""
+    return [_dtype_name(tensor.dtype), *tensor.shape]
+
+
+@cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class _Description(NamedTuple):
@@ -83,7 +90,7 @@ class _Description(NamedTuple):
     def add(self, value: Any, depth: int = 0) -> str:
         """Collect the tensors and plain values of a value, and return its structure."""
         if isinstance(value, Tensor):
-            self.arguments.tensors.append(_describe_tensor(value))
+            self.arguments.tensors.append(describe_tensor(value))
             return "T"
         if isinstance(value, bool | int | float | str | None) and not isinstance(value, Enum):
             self.arguments.plain.append(plain := _to_json(value))
@@ -172,17 +179,14 @@ class CallSignature(NamedTuple):
     output_flow: Flow = ()
 
 
-def sign(key: str, arguments: Arguments, flow: Flow | None, output_flow: Flow = ()) -> CallSignature:
-    """Make the signature of a call; the key identifies the module and the structure of its output."""
-    return CallSignature(_hash(key, arguments), arguments.plain, arguments.tensors, flow, output_flow)
-
-
-def _hash(key: str, arguments: Arguments) -> str:
+def digest_of_call(key: str, arguments: Arguments) -> str:
+    """A digest of a call, as the key identifies it, and of the structure of its arguments."""
     return xxh3_64_hexdigest(f"{key}|{arguments.structure}".encode())
 
 
 def find_call(
     signatures: Sequence[CallSignature],
+    candidates: Sequence[int],
     used: set[int],
     call: SkippedCall,
     arguments: Arguments,
@@ -192,14 +196,13 @@ def find_call(
     """Return the index of the one signature of a call.
 
     Args:
+        candidates: The signatures with the key of the call.
         used: The signatures of calls that have run.
         is_ordered: Whether sets of strings have the same order in the head.
 
     Raises:
         Unsupported: There is none, or several that may be of different calls.
     """
-    key = _hash(call.key, arguments)
-    candidates = [index for index, signature in enumerate(signatures) if signature.key == key]
     matches = [index for index in candidates if _has_arguments(signatures[index], arguments)]
     if not matches:
         free = [signatures[index] for index in candidates if index not in used]
@@ -229,10 +232,10 @@ def find_call(
 
 
 def check_same_call(
-    signature: CallSignature | None, call: EnclosingCall, arguments: Arguments, *, is_ordered: bool = False
+    signature: CallSignature | None, call: EnclosingCall, key: str, arguments: Arguments, *, is_ordered: bool = False
 ) -> None:
     """Raise if a call that encloses the cut is not the one that enclosed it in the head."""
-    if signature is None or signature.key != _hash(call.key, arguments):
+    if signature is None or signature.key != key:
         raise _mismatch_error(
             f"{call.address!r} is called with other arguments than in the head, or is another call", is_ordered
         )
@@ -251,7 +254,9 @@ def check_same_call(
 
 
 def _has_arguments(signature: CallSignature, arguments: Arguments) -> bool:
-    return signature.tensors == arguments.tensors and repr(signature.plain) == repr(arguments.plain)
+    if signature.tensors != arguments.tensors:
+        return False
+    return not (signature.plain or arguments.plain) or repr(signature.plain) == repr(arguments.plain)
 
 
 def _match_flow(signatures: Sequence[CallSignature], indices: list[int], flow: Flow) -> list[int]:

@@ -15,16 +15,7 @@ from microtome.split.execution.schedule import SkippedCall, differs_from_example
 
 def check_effects(call: SkippedCall, arguments: CallArguments, outputs: list[Tensor]) -> None:
     """Raise if a skipped call's mutation or aliasing differs from the example run."""
-    difference = None
-    if call.mutated_containers and call.mutated_containers[-1] >= len(arguments.containers):
-        difference = "has fewer lists and dicts among its arguments"
-    for index in arguments.mutated_containers():
-        if index not in call.mutated_containers:
-            difference = f"mutates a {type(arguments.containers[index]).__name__} among its arguments"
-    for item in arguments.mutated_objects():
-        difference = f"mutates a {type(item).__name__} among its arguments"
-    if any(index not in call.mutated_arguments for index in arguments.mutated_tensors()):
-        difference = "writes to a tensor among its arguments"
+    difference = _find_mutation(call, arguments)
     tensors = arguments.tensors
     if any(_shares_memory(outputs[at], tensors[of : of + 1]) is False for at, of in call.argument_views.items()):
         difference = "returns no view of an argument"
@@ -37,6 +28,21 @@ def check_effects(call: SkippedCall, arguments: CallArguments, outputs: list[Ten
         difference = "returns an argument, or a view of one"
     if difference is not None:
         raise differs_from_example(f"{call.address!r} {difference}, before the cut")
+
+
+def _find_mutation(call: SkippedCall, arguments: CallArguments) -> str | None:
+    """Describe a mutation of an argument that the example does not have."""
+    difference = None
+    if call.mutated_containers and call.mutated_containers[-1] >= len(arguments.containers):
+        difference = "has fewer lists and dicts among its arguments"
+    for index in arguments.mutated_containers():
+        if index not in call.mutated_containers:
+            difference = f"mutates a {type(arguments.containers[index]).__name__} among its arguments"
+    for item in arguments.mutated_objects():
+        difference = f"mutates a {type(item).__name__} among its arguments"
+    if any(index not in call.mutated_arguments for index in arguments.mutated_tensors()):
+        difference = "writes to a tensor among its arguments"
+    return difference
 
 
 def _is_example_alias(call: SkippedCall, index: int, output: Tensor, arguments: list[Tensor]) -> bool:

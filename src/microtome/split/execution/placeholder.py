@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, Self
 
@@ -82,12 +83,25 @@ class Placeholder(Tensor):
     materialized: Tensor | None
 
     @staticmethod
-    def __new__(cls, meta: Tensor, device: torch.device, owner: str, location: ValueLocation | None = None) -> Self:
-        placeholder: Self = make_wrapper_subclass(cls, meta, device)
+    def __new__(
+        cls,
+        shape: Sequence[int],
+        strides: Sequence[int] | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        owner: str,
+        location: ValueLocation | None = None,
+    ) -> Self:
+        placeholder: Self = make_wrapper_subclass(cls, shape, strides, dtype, device)
         placeholder.owner = owner
         placeholder.location = location
         placeholder.materialized = None
         return placeholder
+
+    @classmethod
+    def like(cls, tensor: Tensor, device: torch.device, owner: str, location: ValueLocation | None = None) -> Self:
+        """A placeholder with the shape, strides and dtype of a tensor."""
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, device, owner, location)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<Placeholder for {self.owner}, {tuple(self.shape)}>"
@@ -135,7 +149,9 @@ class Placeholder(Tensor):
             except (RuntimeError, NotImplementedError) as error:  # such as operators without a meta kernel
                 message = f"{func} needs values of {first.owner}, which did not cross the cut: {describe_error(error)}"
                 raise PlaceholderRead(message, first) from error
-        return map_tensors(lambda meta: Placeholder(meta, torch.device(device), first.owner, first.location), output)
+        return map_tensors(
+            lambda meta: Placeholder.like(meta, torch.device(device), first.owner, first.location), output
+        )
 
 
 def _masks_to_indices(indices: list[Tensor | None]) -> list[Tensor | None]:

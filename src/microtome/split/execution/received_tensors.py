@@ -78,8 +78,8 @@ class ReceivedTensors:
         argument = unwrap(argument)
         self._budget.charge(owner, item.shape, item.strides, argument.dtype)
         if isinstance(argument, Placeholder):
-            meta = torch.empty_strided(item.shape, item.strides, dtype=argument.dtype, device="meta")
-            return Placeholder(meta, argument.device, argument.owner, argument.location)
+            owner, location = argument.owner, argument.location
+            return Placeholder(item.shape, item.strides, argument.dtype, argument.device, owner, location)
         if list(argument.stride()) != item.argument_strides:
             raise Unsupported(
                 f"{owner!r} returns a view of an argument with strides {item.argument_strides} in the head, got "
@@ -141,13 +141,11 @@ class ReceivedTensors:
     def _placeholder(self, spec: PlaceholderSpec, owner: str, location: ValueLocation | None) -> Tensor:
         dtype = PLACEHOLDER_DTYPES[spec.dtype]
         self._budget.charge(owner, spec.shape, spec.strides, dtype)
+        device = self._device or torch.device("cpu")
         try:
-            meta = torch.empty(spec.shape, dtype=dtype, device="meta")
-            if spec.strides is not None:
-                meta = torch.empty_strided(spec.shape, spec.strides, dtype=dtype, device="meta")
+            placeholder = Placeholder(spec.shape, spec.strides, dtype, device, owner, location)
         except RuntimeError as error:
             raise BadBoundary(f"{owner!r}: no tensor has shape {spec.shape!r:.80}: {describe_error(error)}") from error
-        placeholder = Placeholder(meta, self._device or torch.device("cpu"), owner, location)
         return _require_grad(placeholder) if spec.requires_grad else placeholder
 
 

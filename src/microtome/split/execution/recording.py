@@ -13,11 +13,10 @@ from microtome.engine.probes import AnyOp, Where
 from microtome.engine.pytree import tensors_in
 from microtome.engine.torch_internals import storage_id, version_of
 from microtome.errors import Unsupported
-from microtome.inputs import Inputs
 from microtome.split.analysis.arrays import array_name, to_tensor
-from microtome.split.analysis.call_arguments import CallArguments, record_arguments, state_objects_in
-from microtome.split.analysis.signature import HASH_SEED, CallSignature, describe, sign
-from microtome.split.analysis.structure_spec import check_structure, flatten
+from microtome.split.analysis.call_arguments import CallArguments
+from microtome.split.analysis.signature import HASH_SEED, CallSignature
+from microtome.split.analysis.structure_spec import Plain, StructureSpec, check_structure, flatten
 from microtome.split.boundary.boundary import Boundary
 from microtome.split.boundary.schema import (
     ArgumentAlias,
@@ -55,17 +54,18 @@ from microtome.split.execution.schedule import (
     SkippedCall,
     differs_from_example,
 )
-from microtome.split.state.contents import (
-    Path,
-    StatePart,
-    changed_paths,
-    digest_of_parts,
-    find_changes,
-    format_path,
-    part_at,
-    parts_of,
-    to_path,
-)
+from microtome.split.state.contents import changed_paths, find_changes, part_at, to_path
+from microtome.split.state.snapshot import Path, StatePart, StateSnapshot, digest_of_snapshots, format_path
+from microtome.split.state.stage_state import StageState
+
+
+class FlatInputs(NamedTuple):
+    """The arguments of the model: their structure, tensors, plain values and numpy arrays."""
+
+    spec: StructureSpec
+    tensors: list[Tensor]
+    plain: list[Plain]
+    arrays: list[Any]
 
 
 class _OpenCall(NamedTuple):
@@ -84,8 +84,9 @@ class _OpenCall(NamedTuple):
 class BoundaryRecorder:
     """Records the inputs, calls and random operators before a cut, and the tensors that cross it."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, state: StageState) -> None:
         self._schedule = schedule
+        self._state = state
         self._follower = ScheduleFollower(schedule)
         self._open: dict[Call, _OpenCall] = {}
         self._inputs: InputsRecord | None = None
@@ -96,18 +97,16 @@ class BoundaryRecorder:
         self._versions: dict[str, int] = {}
         self._requires_grad: dict[str, None] = {}
         self._overlapping_inputs: list[str] = []  # their copies do not overlap
-        self._states: list[Any] = []
-        self._parts: list[dict[Path, StatePart]] = []  # of the states, when the run begins
+        self._before = state.before or state.read()
 
     @property
     def is_complete(self) -> bool:
         """Whether the cut has been reached."""
         return self._follower.is_complete
 
-    def record_inputs(self, inputs: Inputs) -> None:
+    def record_inputs(self, inputs: FlatInputs) -> None:
         """Record the model's arguments."""
-        arrays: list[Any] = []
-        spec, tensors, plain = flatten((inputs.args, inputs.kwargs), arrays=arrays)
+        spec, tensors, plain, arrays = inputs
         if spec.unsupported is not None:
             raise Unsupported(
                 f"cannot send an input of the model: expected plain data, got a {spec.unsupported}. Pass a copy"
@@ -128,20 +127,20 @@ class BoundaryRecorder:
         self._overlapping_inputs = [item.name for item in overlapping if isinstance(item, SentTensor)]
         self._inputs = InputsRecord(tuple(items), plain, xxh3_64_hexdigest(spec.text.encode()))
         self._tensors.update((array_name(index), to_tensor(array)) for index, array in enumerate(arrays))
-        self._states = state_objects_in((inputs.args, inputs.kwargs))
-        self._parts = list(map(parts_of, self._states))
 
     def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the arguments of a call before the cut."""
         scheduled = self._follower.enter(call, args, kwargs)
+        if scheduled is None:
+            return
+        read = scheduled.reader.read(args, kwargs)
+        key, described = read.describe(call.root)
         if isinstance(scheduled, SkippedCall):
-            arguments = describe(args, kwargs, in_order=scheduled.uses_arguments, model=call.stack[0].module)
-            signature = sign(scheduled.key, arguments, scheduled.flow, scheduled.output_flow)
-            recorded = record_arguments(args, kwargs)
+            recorded = read.record()
+            signature = CallSignature(key, described.plain, described.tensors, scheduled.flow, scheduled.output_flow)
             self._open[call] = _OpenCall(scheduled, recorded, signature, _scheduled_parts(scheduled, recorded))
-        elif scheduled is not None:
-            arguments = describe(args, kwargs, model=call.stack[0].module)
-            self._enclosing.append(sign(scheduled.key, arguments, scheduled.flow))
+        else:
+            self._enclosing.append(CallSignature(key, described.plain, described.tensors, scheduled.flow))
 
     def exit(
         self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, *, is_replayed: bool
@@ -175,7 +174,9 @@ class BoundaryRecorder:
                 tuple(
                     tuple(find_changes(before, after))
                     for before, after in zip(parts, _scheduled_parts(scheduled, arguments), strict=True)
-                ),
+                )
+                if parts
+                else (),
             )
         )
         self._follower.exit()
@@ -198,8 +199,8 @@ class BoundaryRecorder:
         """The boundary at the cut, once it has been reached."""
         assert self._inputs is not None
         self._follower.check_draws()
-        parts = list(map(parts_of, self._states))
-        self._check_states(parts)
+        self._state.after = after = self._state.read()
+        self._check_states(after)
         for name, version in self._versions.items():
             if version_of(self._tensors[name]) != version:
                 raise Unsupported(
@@ -214,14 +215,14 @@ class BoundaryRecorder:
             tuple(self._draws),
             (*overlapping_names(self._tensors), *self._overlapping_inputs),
             tuple(self._requires_grad),
-            (digest_of_parts(parts),) if parts else (),
+            (digest_of_snapshots(after),) if after else (),
         )
         return Boundary(self._schedule.at, fingerprint, self._tensors, record)
 
-    def _check_states(self, parts: list[dict[Path, StatePart]]) -> None:
+    def _check_states(self, states: list[StateSnapshot]) -> None:
         """Raise if a call changed a part of the state that it does not change on the example: the tail is not told."""
         described = {to_path(change.path) for call in self._calls for changes in call.states for change in changes}
-        for before, after in zip(self._parts, parts, strict=True):
+        for before, after in zip(self._before, states, strict=True):
             for path in changed_paths(before, after):
                 is_tensor = path in after and isinstance(after[path].value, Tensor)
                 if is_tensor and path not in described and path not in self._schedule.glue_state_paths:

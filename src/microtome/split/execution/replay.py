@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,12 +12,12 @@ from xxhash import xxh3_64_hexdigest
 from microtome.engine import Call
 from microtome.engine.module_state import has_forward_hooks, run_forward_hooks
 from microtome.engine.probes import AnyOp, Where
-from microtome.engine.pytree import is_state, map_tensors, reachable_tensors, tensor_occurrences
+from microtome.engine.pytree import is_state, map_tensors, reachable_tensors
 from microtome.errors import BadBoundary, Unsupported
 from microtome.inputs import Inputs
 from microtome.split.analysis.arrays import array_name, to_array
-from microtome.split.analysis.call_arguments import containers_in, state_objects_in
-from microtome.split.analysis.signature import HASH_SEED, check_same_call, describe, find_call
+from microtome.split.analysis.call_arguments import containers_in
+from microtome.split.analysis.signature import HASH_SEED, Arguments, check_same_call, find_call
 from microtome.split.analysis.structure_spec import StructureSpec
 from microtome.split.boundary.boundary import Boundary
 from microtome.split.boundary.schema import (
@@ -38,8 +37,10 @@ from microtome.split.cuts.crossing import ValueLocation
 from microtome.split.execution.placeholder import Placeholder, PlaceholderRead, unwrap
 from microtome.split.execution.received_tensors import ReceivedTensors
 from microtome.split.execution.schedule import Schedule, ScheduleFollower, SkippedCall
-from microtome.split.state.contents import Path, apply_changes, digest_of
+from microtome.split.state.contents import apply_changes
 from microtome.split.state.placeholder import StatePlaceholder
+from microtome.split.state.snapshot import Path, digest_of_snapshots
+from microtome.split.state.stage_state import StageState
 from microtome.trace.op_schema import op_schema
 
 
@@ -48,7 +49,7 @@ class Replayer:
 
     Args:
         device: The device of the tail's weights, which tensors are moved to; None: unknown.
-        states: The stage's own state objects, in the order of the model's arguments.
+        state: The stage's own state.
         release: Drop each tensor from the boundary after its last use.
     """
 
@@ -57,19 +58,22 @@ class Replayer:
         schedule: Schedule,
         boundary: Boundary,
         device: torch.device | None,
-        states: Sequence[Any] = (),
+        state: StageState,
         *,
         release: bool,
     ) -> None:
         self._schedule = schedule
         self._device = device
-        self._states = states
+        self._state = state
         self._follower = ScheduleFollower(schedule)
         self._record = record = boundary.record or BoundaryRecord.from_facts(boundary.facts)
         _check_fit(schedule, record)
-        if bool(record.states) is not bool(states):
+        if bool(record.states) is not bool(state.objects):
             raise _other_state()
         self._signatures = [call.signature for call in record.calls]
+        self._by_key: dict[str, list[int]] = {}
+        for index, signature in enumerate(self._signatures):
+            self._by_key.setdefault(signature.key, []).append(index)
         self._enclosing = iter(record.enclosing)
         self._is_ordered = record.hash_seed == HASH_SEED
         self._matched: set[int] = set()
@@ -96,7 +100,7 @@ class Replayer:
             else:
                 tensors.append(self._tensors.restore(item, "an input", ValueLocation(None, rank)))
         arrays = [to_array(self._tensors.array(array_name(index))) for index in range(spec.num_arrays)]
-        args, kwargs = spec.unflatten(tensors, inputs.plain, arrays=arrays, states=self._states)
+        args, kwargs = spec.unflatten(tensors, inputs.plain, arrays=arrays, states=self._state.objects)
         return Inputs(*args, **kwargs)
 
     def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -106,8 +110,8 @@ class Replayer:
         if isinstance(scheduled, SkippedCall):
             self._skipped = call, scheduled
         elif scheduled is not None:
-            arguments = describe(args, kwargs, model=call.stack[0].module)
-            check_same_call(next(self._enclosing, None), scheduled, arguments, is_ordered=self._is_ordered)
+            key, arguments = scheduled.reader.read(args, kwargs).describe(call.root)
+            check_same_call(next(self._enclosing, None), scheduled, key, arguments, is_ordered=self._is_ordered)
 
     def is_skipped(self, call: Call) -> bool:
         return self._skipped is not None and self._skipped[0] is call
@@ -116,8 +120,9 @@ class Replayer:
         """Replay the side effects of a skipped call, and return its output."""
         assert self._skipped is not None
         scheduled = self._skipped[1]
-        record = self._find_record(scheduled, call, args, kwargs)
-        arguments = list(tensor_occurrences((args, kwargs))) if scheduled.uses_arguments else []
+        read = scheduled.reader.read(args, kwargs)
+        record = self._find_record(scheduled, *read.describe(call.root))
+        arguments = read.tensors() if scheduled.uses_arguments else []
         for index, written in record.written:
             location = ValueLocation(scheduled.call, scheduled.argument_ranks[index], is_argument=True)
             _write(arguments[index], self._tensors.restore(written, scheduled.address, location))
@@ -128,8 +133,9 @@ class Replayer:
             containers = containers_in((args, tuple(kwargs.values())))
             for index, contents in zip(scheduled.mutated_containers, record.containers, strict=True):
                 self._refill(scheduled, containers[index], contents, outputs, arguments)
-        for state, changes in zip(state_objects_in((args, kwargs)), record.states, strict=True):
-            apply_changes(state, changes, self._device, partial(self._make_placeholder, scheduled.address))
+        if record.states:
+            for state, changes in zip(read.state_objects(), record.states, strict=True):
+                apply_changes(state, changes, self._device, partial(self._make_placeholder, scheduled.address))
         for index in scheduled.shared_arguments:
             self._tensors.expect_unmodified(scheduled.address, arguments[index])
         self._follower.exit()
@@ -147,7 +153,7 @@ class Replayer:
 
     def _check_states(self) -> None:
         """Raise if the stage's own state differs from that of the stage before, apart from the values of tensors."""
-        if self._record.states and self._record.states[0] != digest_of(self._states):
+        if self._record.states and self._record.states[0] != digest_of_snapshots(self._state.read()):
             raise _other_state()
 
     def draw(self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -176,19 +182,19 @@ class Replayer:
         self.check_unmodified()
         if not self._follower.is_complete:
             raise Unsupported(f"the model returned before the cut at {self._schedule.at!r}")
-        sent = map_tensors(_keep, output, _hide_state) if self._states else output
+        sent = map_tensors(_keep, output, _hide_state) if self._state.objects else output
         placeholders = [tensor for tensor in reachable_tensors(sent) if isinstance(tensor, Placeholder)]
         for one in placeholders:
             if one.materialized is None:
                 raise PlaceholderRead(f"the model returns a value of {one.owner!r}, which did not cross the cut", one)
         return map_tensors(unwrap, output) if placeholders else output
 
-    def _find_record(
-        self, scheduled: SkippedCall, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> SkippedCallRecord:
+    def _find_record(self, scheduled: SkippedCall, key: str, arguments: Arguments) -> SkippedCallRecord:
         """The record of a skipped call in the boundary."""
-        arguments = describe(args, kwargs, in_order=scheduled.uses_arguments, model=call.stack[0].module)
-        index = find_call(self._signatures, self._matched, scheduled, arguments, is_ordered=self._is_ordered)
+        candidates = self._by_key.get(key, ())
+        index = find_call(
+            self._signatures, candidates, self._matched, scheduled, arguments, is_ordered=self._is_ordered
+        )
         if index != len(self._matched) and self._schedule.draws:
             raise Unsupported(
                 f"{scheduled.address!r} runs in another order than in the head, and the model draws random numbers "
@@ -270,7 +276,7 @@ def _hide_state(leaf: Any) -> Any:
 
 def _check_fit(schedule: Schedule, record: BoundaryRecord) -> None:
     """Raise if a boundary is of another schedule."""
-    if len(record.calls) != (expected := len(list(schedule.skipped))):
+    if len(record.calls) != (expected := schedule.num_skipped):
         raise BadBoundary(
             f"expected {expected} calls before the cut at {schedule.at!r}, got {len(record.calls)}: split both sides "
             "on the same example, with the same PYTHONHASHSEED"

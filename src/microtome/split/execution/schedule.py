@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +19,8 @@ from microtome.split.analysis.structure_spec import StructureSpec
 from microtome.split.boundary.size_bounds import ExampleBytes, example_bytes
 from microtome.split.cuts.crossing import Crossing, ValueLocation
 from microtome.split.cuts.cuts import location_name
-from microtome.split.state.contents import Path
+from microtome.split.execution.argument_reader import ArgumentReader
+from microtome.split.state.snapshot import Path
 
 _T = TypeVar("_T")
 
@@ -91,6 +93,11 @@ class SkippedCall:
         return f"{self.depth}|{self.path}|{self.output.text}"
 
     @cached_property
+    def reader(self) -> ArgumentReader:
+        """Reads its arguments."""
+        return ArgumentReader(self.key, in_order=self.uses_arguments)
+
+    @cached_property
     def uses_arguments(self) -> bool:
         """Whether replaying it needs the tensors that it is called with."""
         used = self.sent_arguments or self.argument_views or self.mutated_containers or self.shared_arguments
@@ -109,6 +116,10 @@ class EnclosingCall:
     @cached_property
     def key(self) -> str:
         return f"{self.depth}|{self.path}"
+
+    @cached_property
+    def reader(self) -> ArgumentReader:
+        return ArgumentReader(self.key, in_order=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,6 +177,16 @@ class Schedule:
     @property
     def skipped(self) -> Iterator[SkippedCall]:
         return (call for level in self.levels for call in level.skipped)
+
+    @cached_property
+    def num_skipped(self) -> int:
+        return len(list(self.skipped))
+
+    @cached_property
+    def repeated_paths(self) -> frozenset[str]:
+        """The modules that are called several times in one of the calls that enclose the cut."""
+        counts = (Counter(call.path for call in level.skipped) for level in self.levels)
+        return frozenset(path for count in counts for path, number in count.items() if number > 1)
 
     @property
     def enclosing_paths(self) -> list[str]:
@@ -322,10 +343,11 @@ class ScheduleFollower:
         if isinstance(expected, EnclosingCall):
             self._descend(call)
             return expected
-        candidates = [skipped for skipped in remaining if skipped.path == path]
-        if len(candidates) > 1:  # by their plain arguments: the order may differ from the example
-            plain = describe(args, kwargs).plain
-            expected = max(candidates, key=lambda candidate: _count_equal(candidate, plain))
+        if path in self._schedule.repeated_paths:
+            candidates = [skipped for skipped in remaining if skipped.path == path]
+            if len(candidates) > 1:  # by their plain arguments: the order may differ from the example
+                plain = describe(args, kwargs).plain
+                expected = max(candidates, key=lambda candidate: _count_equal(candidate, plain))
         remaining.remove(expected)
         return expected
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from threading import get_ident
 from typing import Any
 
@@ -13,9 +12,10 @@ from microtome.engine.probes import AnyOp, Where
 from microtome.inputs import Inputs
 from microtome.split.analysis.structure_spec import StructureSpec
 from microtome.split.boundary.boundary import Boundary
-from microtome.split.execution.recording import BoundaryRecorder
+from microtome.split.execution.recording import BoundaryRecorder, FlatInputs
 from microtome.split.execution.replay import Replayer
 from microtome.split.execution.schedule import Schedule
+from microtome.split.state.stage_state import StageState
 
 
 class StageRun(Probe):
@@ -30,33 +30,32 @@ class StageRun(Probe):
         """Drop all references to the last run."""
         self._replayer: Replayer | None = None
         self._recorder: BoundaryRecorder | None = None
+        self._state: StageState | None = None
 
-    def begin(
-        self, boundary: Boundary | None, device: torch.device | None, states: Sequence[Any] = (), *, release: bool
-    ) -> None:
-        """Begin a run in this thread.
+    def begin(self, state: StageState) -> None:
+        """Begin a run in this thread."""
+        self._thread = get_ident()
+        self._state = state
+        if self._ends is not None:
+            self._recorder = BoundaryRecorder(self._ends, state)
+
+    def receive(self, boundary: Boundary, device: torch.device | None, spec: StructureSpec, *, release: bool) -> Inputs:
+        """Take the output of the stage before, and return the model's arguments.
 
         Args:
-            boundary: The output of the stage before; None for the first stage.
             device: The device to move its tensors to.
-            states: The stage's own state objects.
+            spec: The structure of the arguments.
             release: Drop each tensor from the boundary after its last use.
         """
-        self._thread = get_ident()
-        if boundary is not None:
-            assert self._begins is not None
-            self._replayer = Replayer(self._begins, boundary, device, states, release=release)
-        if self._ends is not None:
-            self._recorder = BoundaryRecorder(self._ends)
-
-    def make_inputs(self, spec: StructureSpec) -> Inputs:
-        """The model's arguments, from the boundary."""
-        assert self._replayer is not None
+        assert self._begins is not None
+        assert self._state is not None
+        self._replayer = Replayer(self._begins, boundary, device, self._state, release=release)
         return self._replayer.make_inputs(spec)
 
-    def record_inputs(self, inputs: Inputs) -> None:
-        if self._recorder is not None:
-            self._recorder.record_inputs(inputs)
+    def record_inputs(self, inputs: FlatInputs) -> None:
+        """Record the model's arguments, in a stage other than the last."""
+        assert self._recorder is not None
+        self._recorder.record_inputs(inputs)
 
     def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if call.phase != "forward" or get_ident() != self._thread:

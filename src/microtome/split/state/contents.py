@@ -7,16 +7,14 @@ numbers and flags are right in every stage, and values are where they were compu
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from xxhash import xxh3_64_hexdigest
 
 from microtome.engine.attributes import dict_of
-from microtome.engine.pytree import is_plain_class, is_state, state_classes
-from microtome.engine.torch_internals import version_of
+from microtome.engine.pytree import is_state, state_classes
 from microtome.errors import BadBoundary, Unsupported
 from microtome.split.boundary.schema import (
     PLACEHOLDER_DTYPES,
@@ -33,91 +31,34 @@ from microtome.split.boundary.schema import (
     StateValues,
 )
 from microtome.split.execution.placeholder import Placeholder
+from microtome.split.state.snapshot import (
+    LEAVES,
+    PLAIN,
+    Path,
+    StatePart,
+    StateSnapshot,
+    changed_parts,
+    format_path,
+    has_same_layout,
+    is_known_by_value,
+)
 
-#: The way from a state object to one of its parts: names of attributes, indices of lists, keys of dicts in a tuple.
-Path = tuple[Any, ...]
-
-#: Integer tensors of up to so many elements are sent by value: models compute masks and positions from them.
-_MAX_VALUES = 16
-_PLAIN = (bool, int, float, str, type(None))
-_LEAVES = frozenset((*_PLAIN, Tensor, torch.dtype, torch.device))
 _MISSING = object()
-
-
-class StatePart(NamedTuple):
-    """A part of a state object at some time.
-
-    Attributes:
-        value: A tensor, plain value, dtype, device or class, or the list, dict or object that holds further parts.
-        version: The version counter of a tensor, which in-place operators increment.
-    """
-
-    value: Any
-    version: int = 0
-
-    def is_same(self, other: StatePart) -> bool:
-        if self.value is other.value:
-            is_unversioned = type(self.value) is Tensor and self.value.is_inference()  # it may have been written to
-            return self.version == other.version and not is_unversioned
-        return type(self.value) is type(other.value) and type(self.value) in _COMPARED and self.value == other.value
-
-
-_COMPARED = (*_PLAIN, torch.dtype, torch.device, tuple)
-
-
-def parts_of(state: Any) -> dict[Path, StatePart]:
-    """Every part of a state object by its path, holders before what they hold."""
-    parts: dict[Path, StatePart] = {}
-    _collect(state, (), parts, set())
-    return parts
-
-
-def _collect(value: Any, path: Path, parts: dict[Path, StatePart], visited: set[int]) -> None:
-    cls = type(value)
-    parts[path] = StatePart(value, version_of(value) if cls is Tensor else 0)
-    if cls in _LEAVES or isinstance(value, Tensor) or id(value) in visited:
-        return
-    if (children := _children(value, path)) is not None:
-        visited.add(id(value))
-        for step, child in children:
-            _collect(child, (*path, step), parts, visited)
 
 
 def part_at(state: Any, path: Path) -> StatePart | None:
     """The part at a path; None: there is none."""
     value = _value_at(state, path)
-    return None if value is _MISSING else _part(value)
-
-
-def _part(value: Any) -> StatePart:
-    return StatePart(value, version_of(value) if type(value) is Tensor else 0)
-
-
-def _children(value: Any, path: Path) -> Iterable[tuple[Any, Any]] | None:
-    """The parts of a list, dict or object; None for a leaf."""
-    if type(value) is list:
-        return enumerate(value)
-    if type(value) is dict:
-        return [((key,), item) for key, item in value.items()]
-    if isinstance(value, type | nn.Module) or (type(value) is tuple and all(map(_is_plain, value))):
-        return None
-    cls: Any = type(value)
-    if not is_plain_class(cls) or not cls.__dictoffset__:
-        where = format_path(path)
-        raise Unsupported(f"the state holds a {type(value).__name__} at {where}, which cannot be described")
-    return dict_of(value).items()
-
-
-def _is_plain(value: Any) -> bool:
-    return type(value) in _PLAIN
+    return None if value is _MISSING else StatePart.of(value)
 
 
 def _value_at(state: Any, path: Path) -> Any:
     value = state
     for step in path:
-        if isinstance(step, str):
+        cls = type(step)
+        if cls is str:
             value = dict_of(value).get(step, _MISSING)
-        elif isinstance(step, int):
+        elif cls is int:
             value = value[step] if isinstance(value, list) and 0 <= step < len(value) else _MISSING
         else:
             value = value.get(step[0], _MISSING) if isinstance(value, dict) else _MISSING
@@ -126,21 +67,11 @@ def _value_at(state: Any, path: Path) -> Any:
     return value
 
 
-def format_path(path: Iterable[Any]) -> str:
-    """Format a path as Python code, such as `.layers[3].keys`."""
-    steps = (f".{step}" if isinstance(step, str) else f"[{step!r}]" for step in map(_unwrap_key, path))
-    return "".join(steps) or "its root"
-
-
-def _unwrap_key(step: Any) -> Any:
-    return step[0] if isinstance(step, tuple) else step
-
-
 # -- describing --------------------------------------------------------------------------------------------------------
 
 
 def find_changes(
-    before: dict[Path, StatePart], after: dict[Path, StatePart], *, by_others: bool = True
+    before: Mapping[Path, StatePart], after: Mapping[Path, StatePart], *, by_others: bool = True
 ) -> list[StateChange]:
     """The parts that are new or changed, described without the values of tensors, and those that are gone.
 
@@ -149,12 +80,15 @@ def find_changes(
     """
     changes = [
         describe_change(path, part)
-        for path, part in after.items()
-        if (path not in before or not before[path].is_same(part))
-        and (by_others or not isinstance(part.value, Placeholder))
+        for path, part in changed_parts(before, after).items()
+        if by_others or not isinstance(part.value, Placeholder)
     ]
-    gone = [path for path in before if path not in after and (not path or path[:-1] in after)]
+    gone = [path for path in _removed(before, after) if not path or path[:-1] in after]
     return changes + [StateChange(_to_steps(path), StateRemoved()) for path in reversed(gone)]
+
+
+def _removed(before: Mapping[Path, StatePart], after: Mapping[Path, StatePart]) -> list[Path]:
+    return [] if has_same_layout(before, after) else [path for path in before if path not in after]
 
 
 def describe_change(path: Path, part: StatePart) -> StateChange:
@@ -162,30 +96,25 @@ def describe_change(path: Path, part: StatePart) -> StateChange:
     return StateChange(_to_steps(path), describe_part(part, path))
 
 
-def changed_paths(before: dict[Path, StatePart], after: dict[Path, StatePart]) -> tuple[Path, ...]:
+def changed_paths(before: StateSnapshot, after: StateSnapshot) -> tuple[Path, ...]:
     """The paths of the parts that are new, changed or gone."""
-    paths = dict.fromkeys([*after, *before])
-    return tuple(path for path in paths if not _is_same(before.get(path), after.get(path)))
-
-
-def _is_same(before: StatePart | None, after: StatePart | None) -> bool:
-    return before is not None and after is not None and before.is_same(after)
+    return (*changed_parts(before, after), *_removed(before, after))
 
 
 def describe_state(state: Any) -> list[StateChange]:
     """All of a state object, as changes of nothing."""
-    return find_changes({}, parts_of(state))
+    return find_changes({}, StateSnapshot.of(state))
 
 
 def describe_part(part: StatePart, path: Path) -> StateItem:
     """Describe a part without the values of a tensor, unless they are a few integers."""
     value = part.value
     if isinstance(value, Tensor):
-        if _is_sent_by_value(value):
+        if not value.dtype.is_floating_point and is_known_by_value(value):
             dtype = str(value.dtype).removeprefix("torch.")
             return StateValues(list(value.shape), dtype, value.reshape(-1).tolist())
         return PlaceholderSpec.of(value, requires_grad=False)
-    if type(value) in _PLAIN:
+    if type(value) in PLAIN:
         return PlainItem(value)
     if isinstance(value, torch.dtype):
         return StateDtype(str(value).removeprefix("torch."))
@@ -198,46 +127,6 @@ def describe_part(part: StatePart, path: Path) -> StateItem:
     if isinstance(value, tuple | nn.Module):
         raise Unsupported(f"the state changes a {type(value).__name__} at {format_path(path)}, which cannot be sent")
     return StateNode(_class_name(type(value), path))
-
-
-def digest_of(states: Iterable[Any], *, values: bool = True) -> str:
-    """A digest of the contents of state objects: equal in all stages, whichever of them has the values.
-
-    Args:
-        values: Include the values of small integer tensors, which are known in every stage.
-    """
-    return digest_of_parts(map(parts_of, states), values=values)
-
-
-def digest_of_parts(states: Iterable[dict[Path, StatePart]], *, values: bool = True) -> str:
-    """The `digest_of` state objects with these parts."""
-    described = [_spell(part.value, values) for parts in states for part in parts.values()]
-    return xxh3_64_hexdigest(repr(described).encode())
-
-
-def _spell(value: Any, values: bool) -> Any:
-    """Describe a part by the contents that all stages know."""
-    if isinstance(value, Tensor):
-        numbers = value.tolist() if values and _is_sent_by_value(value) else None
-        return tuple(value.shape), value.dtype, numbers
-    cls = type(value)
-    if cls in _COMPARED and cls is not torch.device:
-        return value
-    if cls is list:
-        return "list", len(value)
-    if cls is dict:
-        return "dict", [str(key) for key in value]
-    if isinstance(value, type | torch.device | nn.Module):
-        return getattr(value, "__name__", "-")
-    return cls.__name__, list(dict_of(value))
-
-
-def _is_sent_by_value(tensor: Tensor) -> bool:
-    """Whether a tensor is a few integers, which models compute masks and positions from."""
-    dtype = tensor.dtype
-    if dtype.is_floating_point or dtype.is_complex or tensor.numel() > _MAX_VALUES:
-        return False
-    return not isinstance(tensor, Placeholder) and not tensor.is_meta
 
 
 def to_path(steps: Iterable[StateStep]) -> Path:
@@ -356,13 +245,13 @@ def _remove(state: Any, path: Path) -> None:
 
 def kind_of(states: Iterable[Any]) -> str:
     """The classes of state objects and of their parts: calls change other parts of another kind of state."""
-    values = (part.value for state in states for part in parts_of(state).values())
-    return ", ".join(sorted({type(value).__qualname__ for value in values if type(value) not in _LEAVES}))
+    values = (part.value for state in states for part in StateSnapshot.of(state).values())
+    return ", ".join(sorted({type(value).__qualname__ for value in values if type(value) not in LEAVES}))
 
 
-def has_tensors(state: Any) -> bool:
+def has_tensors(state: StateSnapshot) -> bool:
     """Whether a state object holds tensors other than a few integers: a step has written to it."""
-    tensors = (part.value for part in parts_of(state).values() if isinstance(part.value, Tensor))
+    tensors = (value for value in state.part_values if isinstance(value, Tensor))
     return any(tensor.is_floating_point() and tensor.numel() for tensor in tensors)
 
 
@@ -374,5 +263,5 @@ def fill_placeholders(leaf: Any) -> Any:
     def make_zeros(spec: PlaceholderSpec, path: Path) -> Tensor:
         return torch.zeros(spec.shape, dtype=PLACEHOLDER_DTYPES[spec.dtype], device=_value_at(leaf, path).device)
 
-    devices = {str(part.value.device) for part in parts_of(leaf).values() if isinstance(part.value, Tensor)}
+    devices = {str(part.value.device) for part in StateSnapshot.of(leaf).values() if isinstance(part.value, Tensor)}
     return apply_changes(None, describe_state(leaf), torch.device(min(devices, default="cpu")), make_zeros)

@@ -13,41 +13,39 @@ from microtome.errors import Unsupported
 from microtome.split.boundary.schema import PlaceholderSpec, StateChange, StateValues
 from microtome.split.execution.placeholder import Placeholder
 from microtome.split.state.contents import (
-    Path,
-    StatePart,
     apply_changes,
     describe_change,
     describe_part,
     find_changes,
-    format_path,
     part_at,
     set_part,
     to_path,
 )
 from microtome.split.state.placeholder import StateOp, StatePlaceholder
+from microtome.split.state.snapshot import Path, StateSnapshot, format_path
 from microtome.trace.op_schema import op_schema
 
 
-def forget_history(parts: dict[Path, StatePart]) -> None:
+def forget_history(snapshot: StateSnapshot) -> None:
     """Let the history of placeholders begin anew: the other stages know of it."""
-    for part in parts.values():
-        if isinstance(part.value, StatePlaceholder):
-            part.value.forget_history()
+    for _, placeholder in snapshot.placeholders():
+        if isinstance(placeholder, StatePlaceholder):
+            placeholder.forget_history()
 
 
-def check_not_edited(before: dict[Path, StatePart], after: dict[Path, StatePart], glue: frozenset[Path]) -> None:
+def check_not_edited(before: StateSnapshot, after: StateSnapshot, glue: frozenset[Path]) -> None:
     """Raise if a stage changed a tensor of the state that another stage has.
 
     Args:
         glue: The parts that code between calls changes, which the other stage runs, too.
     """
-    for path, part in after.items():
-        if not isinstance(part.value, Placeholder) or path in glue:
+    for path, placeholder in after.placeholders():
+        if path in glue:
             continue
-        if isinstance(part.value, StatePlaceholder):
-            is_edited = part.value.history != ()
+        if isinstance(placeholder, StatePlaceholder):
+            is_edited = placeholder.history != ()
         else:  # computed from a placeholder
-            is_edited = path not in before or before[path].value is not part.value
+            is_edited = path not in before or before[path].value is not placeholder
         if is_edited:
             raise Unsupported(
                 f"a stage changes the state at {format_path(path)}, whose values another stage has: cut where one "
@@ -68,17 +66,17 @@ class StateEdit(NamedTuple):
     ops: tuple[StateOp, ...] | None
 
 
-def find_edits(before: dict[Path, StatePart], after: dict[Path, StatePart]) -> list[StateEdit]:
+def find_edits(before: StateSnapshot, after: StateSnapshot) -> list[StateEdit]:
     """The edits of a state object since the last step, in-place operators on placeholders included."""
     changes = find_changes(before, after)
     changed = {to_path(change.path) for change in changes}
-    for path, part in after.items():
-        if path not in changed and isinstance(part.value, StatePlaceholder) and part.value.history != ():
-            changes.append(describe_change(path, part))
+    for path, placeholder in after.placeholders():
+        if path not in changed and isinstance(placeholder, StatePlaceholder) and placeholder.history != ():
+            changes.append(describe_change(path, after[path]))
     return [StateEdit(change, _find_ops(to_path(change.path), before, after)) for change in changes]
 
 
-def _find_ops(path: Path, before: dict[Path, StatePart], after: dict[Path, StatePart]) -> tuple[StateOp, ...] | None:
+def _find_ops(path: Path, before: StateSnapshot, after: StateSnapshot) -> tuple[StateOp, ...] | None:
     value = after[path].value if path in after else None
     if isinstance(value, StatePlaceholder) and path in before and value.root is before[path].value:
         return value.history

@@ -12,7 +12,7 @@ from microtome.engine.torch_internals import schema_of
 from microtome.split.analysis.randomness import is_random
 from microtome.split.boundary.schema import PLACEHOLDER_DTYPES, PlaceholderSpec
 from microtome.split.execution.placeholder import Placeholder
-from microtome.split.state.contents import Path, format_path
+from microtome.split.state.snapshot import Path, format_path
 from microtome.trace.op_schema import op_schema
 
 
@@ -32,27 +32,34 @@ class StatePlaceholder(Placeholder):
 
     Attributes:
         path: The part of the state that it stands for.
+        writer: The call or stage that wrote the tensor.
         root: The placeholder that was there after the last step.
         base: The placeholder that it is a view of; None: it is no view.
         history: The operators since the last step; None: another stage cannot repeat them.
     """
 
     path: Path
+    writer: str
     root: StatePlaceholder
     base: StatePlaceholder | None
     history: tuple[StateOp, ...] | None
 
     @classmethod
-    def make(cls, spec: PlaceholderSpec, path: Path, device: torch.device | None, owner: str) -> Self:
-        shape, dtype = spec.shape, PLACEHOLDER_DTYPES[spec.dtype]
-        if spec.strides is None:
-            meta = torch.empty(shape, dtype=dtype, device="meta")
-        else:
-            meta = torch.empty_strided(shape, spec.strides, dtype=dtype, device="meta")
-        placeholder = cls(meta, device or torch.device("cpu"), f"the state at {format_path(path)}, written by {owner}")
+    def make(cls, spec: PlaceholderSpec, path: Path, device: torch.device | None, writer: str) -> Self:
+        dtype = PLACEHOLDER_DTYPES[spec.dtype]
+        placeholder = cls(spec.shape, spec.strides, dtype, device or torch.device("cpu"), writer)
         placeholder.path = path
         placeholder.forget_history()
         return placeholder
+
+    @property
+    def owner(self) -> str:
+        """The part of the state and who wrote it, for messages; formatted when it is read, since most never are."""
+        return f"the state at {format_path(self.path)}, written by {self.writer}"
+
+    @owner.setter
+    def owner(self, writer: str) -> None:
+        self.writer = writer
 
     def forget_history(self) -> None:
         """Begin anew: all stages know of the operators so far."""
@@ -77,7 +84,7 @@ class StatePlaceholder(Placeholder):
         def record(tensor: Tensor) -> Tensor:
             if not isinstance(tensor, Placeholder) or isinstance(tensor, StatePlaceholder):
                 return tensor
-            result = cls(tensor, tensor.device, tensor.owner)
+            result = cls.like(tensor, tensor.device, first.writer)
             result.path, result.root = first.path, first.root
             result.base = None if not is_view else first if first.base is None else first.base
             result.history = first._extended(func, args, kwargs) if isinstance(output, Tensor) else None

@@ -12,8 +12,7 @@ from microtome.inputs import Inputs
 from microtome.split.analysis.call_arguments import state_objects_in
 from microtome.split.boundary.boundary import Boundary
 from microtome.split.stage import Stage
-from microtome.split.state.contents import Path, StatePart, parts_of
-from microtome.split.state.edits import find_edits, forget_history
+from microtome.split.state.snapshot import StateSnapshot
 from microtome.split.state.stage_state import Changes, Edits, StageState, copy_state
 
 #: The state objects that belong to a sequence, by identity: they may define equality.
@@ -33,13 +32,19 @@ class StepSequence:
     def __init__(self) -> None:
         self.running = 0
         self._states: list[StageState] = []  # for each stage
-        self._after: list[dict[Path, StatePart]] = []  # of the caller's objects, after the last step
         self._failed = False
 
     @property
     def states(self) -> list[list[Any]]:
         """The state objects of each stage."""
         return [state.objects for state in self._states]
+
+    def read(self, states: Sequence[Any]) -> list[StateSnapshot]:
+        """Take snapshots of the caller's state objects."""
+        first = self._states[0] if self._states else None
+        if first is not None and [id(state) for state in states] == [id(state) for state in first.objects]:
+            return first.read()
+        return list(map(StateSnapshot.of, states))
 
     def run(self, stages: Sequence[Stage], inputs: Inputs) -> Any:
         """Run one step on inputs that have all states; the output has the caller's state objects."""
@@ -57,27 +62,25 @@ class StepSequence:
             self._begin(stages, states)
         self.running = 0
         self._states[0].begin_step(stages[0])
-        value = stages[0].run(inputs.args, inputs.kwargs)
+        value = stages[0].run(inputs.args, inputs.kwargs, state=self._states[0])
         self._states[0].check_step(stages[0])  # boundaries let the others know of its changes
         for stage, state in zip(stages[1:], self._states[1:], strict=True):
             self.running = stage.index
             value, changes = self.run_step(stage, value, state, edits)
             for earlier in stages[: stage.index]:
                 self._states[earlier.index].apply(earlier, changes)
-        self._after = list(map(parts_of, states))
-        for parts in self._after:
-            forget_history(parts)
+        self._states[0].forget_edits()
         self._failed = False
         return replace_states(value, self._states[-1].objects, states)
 
     def run_step(self, stage: Stage, boundary: Boundary, state: StageState, edits: Edits) -> tuple[Any, Changes]:
         """Run a stage other than the first; return its output and its changes of the state."""
         state.begin_step(stage, edits)
-        output = self.run_stage(stage, boundary, state.objects)
+        output = self.run_stage(stage, boundary, state)
         return output, state.end_step(stage)
 
-    def run_stage(self, stage: Stage, boundary: Boundary, states: Sequence[Any]) -> Any:
-        return stage.run((boundary,), {}, states=states, release=True)
+    def run_stage(self, stage: Stage, boundary: Boundary, state: StageState) -> Any:
+        return stage.run((boundary,), {}, state=state, release=True)
 
     def make_state(self, stage: Stage, states: Sequence[Any]) -> StageState:
         """The state of a stage other than the first, before the first step."""
@@ -99,7 +102,7 @@ class StepSequence:
         expected = self._states[0].objects
         if len(states) != len(expected) or any(one is not other for one, other in zip(states, expected, strict=True)):
             raise SessionError("expected the state that the last step returned, got another one: begin a new session")
-        return [find_edits(before, parts_of(state)) for before, state in zip(self._after, states, strict=True)]
+        return self._states[0].find_edits()
 
 
 def _claim(state: Any) -> None:

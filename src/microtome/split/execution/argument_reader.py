@@ -1,0 +1,142 @@
+"""Read the arguments of a call of a schedule: their structure is analyzed once, and recognized in later runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from microtome.engine.pytree import is_state, tensor_occurrences
+from microtome.engine.torch_internals import version_of
+from microtome.split.analysis.call_arguments import CallArguments, record_arguments, state_objects_in
+from microtome.split.analysis.signature import Arguments, describe, describe_tensor, digest_of_call
+
+_PLAIN = (bool, int, float, str, type(None))
+_MAX_LAYOUTS = 8  # those of the head, of the tail, and of other variants of a step
+
+
+class ArgumentLayout:
+    """The positions of tensors, plain values and state objects among arguments of one structure.
+
+    Only for structures that the call cannot mutate: leaves, and tuples of leaves.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: str, *, in_order: bool) -> None:
+        names, values = list(kwargs), [*args, *kwargs.values()]
+        count = len(values)
+        self._tuples: list[tuple[int, list[type]]] = []
+        items: dict[int, range] = {}
+        for position in [at for at, value in enumerate(values) if type(value) is tuple]:
+            self._tuples.append((position, list(map(type, values[position]))))
+            items[position] = range(len(values), len(values) + len(values[position]))
+            values += values[position]
+        by_name = (
+            range(len(args), count)
+            if in_order
+            else sorted(range(len(args), count), key=lambda at: names[at - len(args)])
+        )
+        described = list(_expand([*range(len(args)), *by_name], items))
+        self._tensors = [at for at in _expand(range(count), items) if isinstance(values[at], Tensor)]
+        self._described_tensors = [at for at in described if isinstance(values[at], Tensor)]
+        self._plain = [at for at in described if type(values[at]) in _PLAIN]
+        self._states = [at for at in described if is_state(values[at])]
+        self._strings = [(at, values[at]) for at in self._plain if type(values[at]) is str]
+        self.is_complete = len(self._tensors) + len(self._plain) + len(self._states) == len(described)
+        self._example = describe(args, kwargs, in_order=in_order)
+        self.digest = digest_of_call(key, self._example)
+
+    def expand(self, values: list[Any]) -> list[Any] | None:
+        """The arguments followed by the items of tuples among them; None: these have another structure.
+
+        Args:
+            values: Arguments whose number, names and types are those of the layout.
+        """
+        for position, types in self._tuples:
+            items = values[position]
+            if list(map(type, items)) != types:
+                return None
+            values += items
+        return None if any(values[at] != text for at, text in self._strings) else values
+
+    def describe(self, values: list[Any]) -> Arguments:
+        plain = self._example.plain if self._strings else [values[at] for at in self._plain]
+        if self._strings:  # which are described in other words, such as devices
+            plain = [one if type(values[at]) is str else values[at] for at, one in zip(self._plain, plain, strict=True)]
+        return Arguments(
+            self._example.structure, plain, [describe_tensor(values[at]) for at in self._described_tensors]
+        )
+
+    def tensors(self, values: list[Any]) -> list[Tensor]:
+        return [values[at] for at in self._tensors]
+
+    def state_objects(self, values: list[Any]) -> list[Any]:
+        return list({id(values[at]): values[at] for at in self._states}.values())
+
+
+def _expand(positions: Iterable[int], items: dict[int, range]) -> Iterator[int]:
+    """Replace the positions of tuples by those of their items."""
+    for position in positions:
+        yield from items.get(position, (position,))
+
+
+class ReadArguments(NamedTuple):
+    """The arguments of one call; without a layout, each method walks their structure."""
+
+    reader: ArgumentReader
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    layout: ArgumentLayout | None
+    values: list[Any]
+
+    def describe(self, model: nn.Module | None) -> tuple[str, Arguments]:
+        """Describe them, with a digest of the call and their structure; see `signature.describe`."""
+        if self.layout is not None:
+            return self.layout.digest, self.layout.describe(self.values)
+        described = describe(self.args, self.kwargs, in_order=self.reader.in_order, model=model)
+        return digest_of_call(self.reader.key, described), described
+
+    def record(self) -> CallArguments:
+        """Record them, to find out which of them the call mutates."""
+        if self.layout is None:
+            return record_arguments(self.args, self.kwargs)
+        tensors = self.tensors()
+        return CallArguments(tensors, list(map(version_of, tensors)), [], [], [], [], self.state_objects())
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors, once for each occurrence."""
+        if self.layout is not None:
+            return self.layout.tensors(self.values)
+        return list(tensor_occurrences((self.args, self.kwargs)))
+
+    def state_objects(self) -> list[Any]:
+        """The state objects, each once."""
+        if self.layout is not None:
+            return self.layout.state_objects(self.values)
+        return state_objects_in((self.args, self.kwargs))
+
+
+class ArgumentReader:
+    """Reads the arguments of one call of a schedule.
+
+    Args:
+        key: Identifies the call, in its digest.
+        in_order: Whether the order of dicts matters, since tensors among the arguments are identified by position.
+    """
+
+    def __init__(self, key: str, *, in_order: bool) -> None:
+        self.key = key
+        self.in_order = in_order
+        self._layouts: dict[Any, ArgumentLayout] = {}  # by number, names and types of the arguments
+
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ReadArguments:
+        values = [*args, *kwargs.values()]
+        key = (len(args), *kwargs, *map(type, values))
+        layout = self._layouts.get(key)
+        expanded = None if layout is None else layout.expand(values)
+        if expanded is not None:
+            return ReadArguments(self, args, kwargs, layout, expanded)
+        made = ArgumentLayout(args, kwargs, self.key, in_order=self.in_order)
+        if made.is_complete and (layout is not None or len(self._layouts) < _MAX_LAYOUTS):
+            self._layouts[key] = made
+        return ReadArguments(self, args, kwargs, None, [])

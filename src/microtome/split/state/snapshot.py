@@ -1,0 +1,277 @@
+"""Snapshots of a state object: each of its parts by path, compared with those of another time or stage.
+
+A state is read several times in each step of a sequence. Its structure rarely changes: so the way to each part is found
+once, and reading it again takes one look-up for each part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from xxhash import xxh3_64_hexdigest
+
+from microtome.engine.attributes import dict_of
+from microtome.engine.pytree import is_plain_class
+from microtome.engine.torch_internals import DisableTorchFunction, version_of
+from microtome.errors import Unsupported
+from microtome.split.execution.placeholder import Placeholder
+
+#: The way from a state object to one of its parts: names of attributes, indices of lists, keys of dicts in a tuple.
+Path = tuple[Any, ...]
+
+#: Integer tensors of up to so many elements are known by value in every stage: models compute masks from them.
+_MAX_VALUES = 16
+PLAIN = (bool, int, float, str, type(None))
+#: The classes of leaves that hold no other part.
+LEAVES = frozenset((*PLAIN, Tensor, torch.dtype, torch.device))
+_COMPARED = frozenset((*PLAIN, torch.dtype, torch.device, tuple))
+
+
+class StatePart(NamedTuple):
+    """A part of a state object at some time.
+
+    Attributes:
+        value: A tensor, plain value, dtype, device or class, or the list, dict or object that holds further parts.
+        version: The version counter of a tensor, which in-place operators increment.
+    """
+
+    value: Any
+    version: int = 0
+
+    @classmethod
+    def of(cls, value: Any) -> StatePart:
+        return cls(value, version_of(value) if type(value) is Tensor else 0)
+
+    def is_same(self, other: StatePart) -> bool:
+        if self.value is other.value:
+            is_unversioned = type(self.value) is Tensor and self.value.is_inference()  # it may have been written to
+            return self.version == other.version and not is_unversioned
+        return _is_equal(self.value, other.value)
+
+
+def _is_equal(value: Any, other: Any) -> bool:
+    return type(value) is type(other) and type(value) in _COMPARED and bool(value == other)
+
+
+class _Holder(NamedTuple):
+    """A list, dict or object in a state, which holds other parts.
+
+    Attributes:
+        position: Its number among the parts.
+        items: The list or dict, or the `__dict__` of the object; None: its parts are not looked at here, since it is a
+            tuple, or holds itself.
+        keys: The keys of a dict, or the length of a list.
+    """
+
+    position: int
+    value: Any
+    items: Any
+    keys: Any
+
+    def is_as_it_was(self, value: Any) -> bool:
+        """Whether this is the same object, with the same keys."""
+        if value is not self.value:
+            return False
+        items = self.items
+        if items is None:
+            return True
+        if type(items) is list:
+            return len(items) == self.keys
+        return list(items) == self.keys and (items is value or dict_of(value) is items)
+
+
+class StateLayout:
+    """The structure of a state object: its parts in a fixed order, holders before what they hold.
+
+    Attributes:
+        paths: The path of each part.
+        positions: The position of each path.
+        digests: What a digest has of each part; None for a leaf, whose value matters.
+        tensors: The positions of tensors.
+    """
+
+    def __init__(self, state: Any) -> None:
+        self.paths: list[Path] = []
+        self.digests: list[str | None] = []
+        self._types: list[type] = []
+        self._look_ups: list[tuple[Any, Any]] = []  # the items of a holder, and the key of the part
+        self._holders: list[_Holder] = []
+        self._state = state
+        self._add(state, (), set())
+        self.positions = {path: position for position, path in enumerate(self.paths)}
+        self.tensors = [position for position, cls in enumerate(self._types) if cls is Tensor]
+
+    def _add(self, value: Any, path: Path, visited: set[int]) -> None:
+        cls, position = type(value), len(self.paths)
+        self.paths.append(path)
+        self._types.append(cls)
+        self.digests.append(None)
+        if cls in LEAVES or isinstance(value, Tensor | type | nn.Module):
+            return
+        items = None if id(value) in visited else _items_of(value, path)
+        visited.add(id(value))
+        keys: Any = list(items) if isinstance(items, dict) else None if items is None else len(items)
+        self._holders.append(_Holder(position, value, items, keys))
+        if cls is not tuple:
+            self.digests[position] = _spell_holder(value)
+        if items is None:
+            return
+        for key in keys if isinstance(items, dict) else range(keys):
+            self._look_ups.append((items, key))
+            self._add(items[key], (*path, (key,) if items is value and cls is dict else key), visited)
+
+    def read(self) -> list[Any] | None:
+        """The values of all parts as they are now; None: the structure has changed."""
+        try:
+            values = [self._state, *[items[key] for items, key in self._look_ups]]
+        except (KeyError, IndexError):
+            return None
+        if list(map(type, values)) != self._types:
+            return None
+        if not all(holder.is_as_it_was(values[holder.position]) for holder in self._holders):
+            return None
+        return values
+
+
+def _items_of(value: Any, path: Path) -> Any:
+    """The list or dict of the parts of a holder; None: it is a leaf."""
+    cls: Any = type(value)
+    if cls is list or cls is dict:
+        return value
+    if cls is tuple and all(type(item) in PLAIN for item in value):
+        return None
+    if not is_plain_class(cls) or not cls.__dictoffset__:
+        where = format_path(path)
+        raise Unsupported(f"the state holds a {cls.__name__} at {where}, which cannot be described")
+    return dict_of(value)
+
+
+class StateSnapshot(Mapping[Path, StatePart]):
+    """The parts of a state object at some time, by path, holders before what they hold."""
+
+    def __init__(self, layout: StateLayout, values: list[Any]) -> None:
+        self.layout = layout
+        self.part_values = values
+        self._versions = {position: version_of(values[position]) for position in layout.tensors}
+
+    @classmethod
+    def of(cls, state: Any, last: StateSnapshot | None = None) -> StateSnapshot:
+        """Read a state object.
+
+        Args:
+            last: An earlier snapshot of the same object.
+
+        Raises:
+            Unsupported: It holds a part that cannot be described.
+        """
+        values = None if last is None else last.layout.read()
+        if last is not None and values is not None:
+            return cls(last.layout, values)
+        layout = StateLayout(state)
+        values = layout.read()
+        assert values is not None
+        return cls(layout, values)
+
+    def __getitem__(self, path: Path) -> StatePart:
+        return self._part(self.layout.positions[path])
+
+    def __iter__(self) -> Iterator[Path]:
+        return iter(self.layout.paths)
+
+    def __len__(self) -> int:
+        return len(self.layout.paths)
+
+    def __contains__(self, path: object) -> bool:
+        return path in self.layout.positions
+
+    def _part(self, position: int) -> StatePart:
+        return StatePart(self.part_values[position], self._versions.get(position, 0))
+
+    def changes_since(self, before: StateSnapshot) -> dict[Path, StatePart]:
+        """The parts that changed since another snapshot with the same layout."""
+        pairs = zip(self.part_values, before.part_values, strict=True)
+        changed = {at for at, (now, then) in enumerate(pairs) if now is not then and not _is_equal(now, then)}
+        for at, version in self._versions.items():
+            if version != before._versions[at] or self.part_values[at].is_inference():  # it may have been written to
+                changed.add(at)
+        return {self.layout.paths[at]: self._part(at) for at in sorted(changed)}
+
+    def placeholders(self) -> Iterator[tuple[Path, Placeholder]]:
+        """The tensors whose values another stage has."""
+        for path, value in zip(self.layout.paths, self.part_values, strict=True):
+            if isinstance(value, Placeholder):
+                yield path, value
+
+
+def has_same_layout(before: Mapping[Path, StatePart], after: Mapping[Path, StatePart]) -> bool:
+    """Whether these are snapshots of one object, whose structure has not changed."""
+    return isinstance(before, StateSnapshot) and isinstance(after, StateSnapshot) and before.layout is after.layout
+
+
+def changed_parts(before: Mapping[Path, StatePart], after: Mapping[Path, StatePart]) -> dict[Path, StatePart]:
+    """The parts that are new or changed."""
+    if isinstance(before, StateSnapshot) and isinstance(after, StateSnapshot) and before.layout is after.layout:
+        return after.changes_since(before)
+    return {path: part for path, part in after.items() if path not in before or not before[path].is_same(part)}
+
+
+def format_path(path: Iterable[Any]) -> str:
+    """Format a path as Python code, such as `.layers[3].keys`."""
+    steps = (f".{step}" if isinstance(step, str) else f"[{step!r}]" for step in map(_unwrap_key, path))
+    return "".join(steps) or "its root"
+
+
+def _unwrap_key(step: Any) -> Any:
+    return step[0] if isinstance(step, tuple) else step
+
+
+# -- digests -----------------------------------------------------------------------------------------------------------
+
+
+def digest_of(states: Iterable[Any], *, values: bool = True) -> str:
+    """A digest of the contents of state objects: equal in all stages, whichever of them has the values.
+
+    Args:
+        values: Include the values of small integer tensors, which are known in every stage.
+    """
+    return digest_of_snapshots(map(StateSnapshot.of, states), values=values)
+
+
+def digest_of_snapshots(snapshots: Iterable[StateSnapshot], *, values: bool = True) -> str:
+    """The `digest_of` state objects with these parts."""
+    with DisableTorchFunction():  # else reading the shape of a placeholder calls Python code
+        return xxh3_64_hexdigest(
+            "\n".join(
+                _spell(value, values) if text is None else text
+                for snapshot in snapshots
+                for value, text in zip(snapshot.part_values, snapshot.layout.digests, strict=True)
+            ).encode()
+        )
+
+
+def _spell(value: Any, values: bool) -> str:
+    """Describe a leaf by what all stages know of it."""
+    if isinstance(value, Tensor):
+        numbers = value.tolist() if values and is_known_by_value(value) else None
+        return f"{value.dtype} {list(value.shape)} {numbers}"
+    if type(value) in _COMPARED and type(value) is not torch.device:
+        return repr(value)
+    return getattr(value, "__name__", "-")  # a class, device or module
+
+
+def _spell_holder(value: Any) -> str:
+    cls = type(value)
+    if cls is list:
+        return f"list {len(value)}"
+    return f"{cls.__name__} {list(map(str, value if cls is dict else dict_of(value)))}"
+
+
+def is_known_by_value(tensor: Tensor) -> bool:
+    """Whether a tensor is a few integers, which models compute masks and positions from."""
+    dtype = tensor.dtype
+    if dtype.is_floating_point or dtype.is_complex or tensor.numel() > _MAX_VALUES:
+        return False
+    return not isinstance(tensor, Placeholder) and not tensor.is_meta
