@@ -60,6 +60,16 @@ def test_a_time_has_a_spread_a_count_and_how_it_was_measured(tmp_path: Path) -> 
     assert "time: median of 3 passes after" in str(p)
 
 
+def test_a_compiled_model_is_said_to_be_timed_as_python() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    assert not timed(model, "2x8").timing.compiled
+    compiled: Any = torch.compile(model, backend="eager")
+    p = timed(compiled, "2x8", depth=0)
+    assert (p.timing.compiled, p.timing.is_same_code) == (True, False)
+    assert "compiled code runs as Python while calls are timed" in str(p)
+    assert "time stamps add" not in str(p)
+
+
 def test_times_are_none_unless_measured() -> None:
     p = mt.profile(*zoo.build("tiny-resnet"))
     assert (p.total.time_s, p.total.spreads, p.timing) == (None, {}, None)

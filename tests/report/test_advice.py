@@ -75,6 +75,24 @@ def test_notes_name_the_argument_or_the_option(profile: mt.Profile) -> None:
         assert "are too long: measure with a smaller --depth of `microtome profile`" in profile_notes(slow)[-1]
 
 
+@pytest.mark.parametrize("options", [{"compiled": True}, {"fast_paths": False}])
+@pytest.mark.parametrize("ratio", [0.5, 2.0])
+def test_time_stamps_are_not_blamed_where_bare_passes_run_other_code(
+    profile: mt.Profile, options: dict[str, Any], ratio: float
+) -> None:
+    rows = tuple(replace(row, time_s=0.0 if row.depth else 1.0) for row in profile)
+    other = replace(profile, calls=rows, timing=replace(QUIET, ratio=ratio, backward_ratio=ratio, **options))
+    notes = "\n".join(profile_notes(other))
+    assert "time stamps add" not in notes
+    assert BUSY not in notes
+    assert "with them, and other code," in notes
+    assert "Time stamps add" not in other.to_html()
+    said = "compiled code runs as Python while calls are timed, and compiled in passes without time stamps"
+    assert (said in notes) == ("compiled" in options)
+    assert ("compiled, a forward takes 1 s" in other.to_html()) == ("compiled" in options)
+    assert ("fast paths of torch, which skip calls, are disabled" in notes) == ("fast_paths" in options)
+
+
 BUSY = "this machine was too busy for these times: "
 QUIET = Timing(Spread(1.0, 0.99, 1.01, 0.98, 1.02, 30, 0), 1.01, 1e-6, 2)
 

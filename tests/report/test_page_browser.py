@@ -265,6 +265,28 @@ def test_operators_between_modules_are_labelled_in_the_tree_and_the_key(opened: 
     assert "operators between" not in " ".join(tab.texts("[id='section:tree'] .key span"))
 
 
+def test_time_below_the_measured_depth_is_not_that_of_operators(opened: Open) -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 8))
+    p = mt.profile(model, "8x8")
+    seconds = {"": 8.0, "0": 6.0, "1": 1.0}  # so 1 second is that of the root's own code
+    own = seconds | {"": 1.0}
+    rows = [
+        replace(row, time_s=seconds.get(row.address), own=replace(row.own, time_s=own.get(row.address))) for row in p
+    ]
+    tab = opened(replace(p, calls=tuple(rows)).to_html())
+    tab.page.locator("[id='section:tree']").get_by_label("Size", exact=True).select_option("time_s")
+    key = tab.texts("[id='section:tree'] .key span")
+    assert "operators between modules 12.5 %" in key
+    assert "not measured by layer (depth 1) 75.0 %" in key
+    titles = [gap.get_attribute("title") for gap in tab.page.locator(".icicle .gap").all()]
+    assert sorted(titles) == [
+        "not measured by layer (depth 1): 75.0 % of time, in 0",
+        "operators between modules: 12.5 % of time, in (root)",
+    ]
+    tab.page.locator("[id='section:tree']").get_by_label("Size", exact=True).select_option("macs")
+    assert "not measured" not in " ".join(tab.texts("[id='section:tree'] .key span"))
+
+
 def test_a_permalink_zooms_the_tree(opened: Open, page: str) -> None:
     tab = opened(page, at="#layer2.0")
     tree = tab.page.locator(".icicle")

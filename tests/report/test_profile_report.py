@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 from rich.console import Console
 from torch import nn
 
@@ -15,8 +16,10 @@ from microtome import zoo
 from microtome.errors import BadQuery
 from microtome.report.cuts import details
 from microtome.report.formats import csv, markdown, text
+from microtome.report.notes import profile_notes
 from microtome.report.row_selection import RowSelection
 from microtome.report.top import text as of_top
+from microtome.units import UNKNOWN
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +185,32 @@ def test_it_is_said_where_rows_are_without_the_layers_inside_them(p: mt.Profile)
         assert note not in text(p, view)
     for view in (RowSelection(granularity=2), RowSelection(sort="flops", depth=1)):
         assert "(own): the layer itself, without the layers inside it" in text(p, view)
+
+
+class Functional(nn.Module):
+    """A layer, and the product of its output with itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x)
+        return y @ y
+
+
+def test_operators_have_no_time_of_calls_that_were_not_measured() -> None:
+    # The layer inside is below the depth, so what the block takes is not known to be its operator's.
+    whole = mt.profile(nn.Sequential(Functional()), "8x8", measure="time", repeat=3)
+    shallow = mt.profile(nn.Sequential(Functional()), "8x8", measure="time", repeat=3, depth=1)
+    view = RowSelection(columns=("macs", "time"))
+    ((_, macs, time),) = [line for line in rows(text(whole, view)) if line[0] == "(mm)"]
+    assert macs == "0.51"  # 8 x 8 x 8
+    assert time != UNKNOWN
+    assert [line for line in rows(text(shallow, view)) if line[0] == "(mm)"] == [["(mm)", "0.51", UNKNOWN]]
+    note = "measured to depth 1: the time of 1 call below it is part of the own time of the calls around them"
+    assert note in profile_notes(shallow)
+    assert note not in profile_notes(whole)
 
 
 def test_numbers_of_a_column_have_one_unit(p: mt.Profile, monkeypatch: pytest.MonkeyPatch) -> None:

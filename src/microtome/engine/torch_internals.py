@@ -221,6 +221,12 @@ def is_dynamo_imported() -> bool:
     return "torch._dynamo" in sys.modules
 
 
+def is_compiled_function(function: Any) -> bool:
+    """Whether a function or a method is what torch.compile returned, not what torch.compiler.disable did."""
+    is_disabled = getattr(function, "_torchdynamo_disable", False)
+    return getattr(function, "_torchdynamo_orig_callable", None) is not None and not is_disabled
+
+
 def count_compiled_graphs() -> int:
     """Count the graphs that dynamo has compiled in this process; it must have been imported."""
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from microtome.devices.statistics import spreads
 from microtome.engine import Call, Probe, Session
+from microtome.engine.compiled_code import runs_compiled_code
 from microtome.inputs import Inputs
 from microtome.profile.call_tree import CallTree
 from microtome.profile.passes import Passes, PassSchedule, check_calls
@@ -152,6 +153,7 @@ def time_forward(runs: Passes, tree: CallTree, schedule: PassSchedule) -> tuple[
         stamp_s=stamp_s,
         warmups=warmups,
         fast_paths=runs.fast_paths,
+        compiled=runs_compiled_code(runs.model),
     )
     return HostTimes(inclusive, ends), timing
 

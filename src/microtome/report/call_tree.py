@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
+from microtome.results.metrics import METRICS
 from microtome.results.profile import Profile
-from microtome.results.rows import Row, merge_rows
+from microtome.results.rows import AMOUNTS, Row, merge_rows
 
 #: The least number of identical siblings that become one row.
 _BLOCKS = 3
@@ -56,13 +58,22 @@ class _CallTree:
         first = calls[0]
         yield TreeRow(first if len(calls) == 1 else merge_rows(calls), name, depth, len(calls))
         children = [self._profile.children(call) for call in calls]
-        own = [row for call in calls if (row := self._profile.own_row(call)) is not None] if children[0] else []
+        own = [row for call in calls if (row := self._own_row(call)) is not None] if children[0] else []
         if own and self._is_shown(own[0]):
             yield TreeRow(own[0] if len(own) == 1 else merge_rows(own), _operators(first), depth + 1)
         for block in self._blocks(children[0]):
             inner = [siblings[index] for siblings in children for index in block]
             name = _name(children[0], block)
             yield from self.rows(inner, name if len(calls) == 1 else name.partition("#")[0], depth + 1)
+
+    def _own_row(self, call: Row) -> Row | None:
+        """Return the row of a call's own operators; what was measured with calls inside it is not theirs alone."""
+        own = self._profile.own_row(call)
+        inside = self._profile.children(call)
+        measured = [name for name in AMOUNTS if METRICS[name].is_measured]
+        shared = [name for name in measured if any(getattr(child, name) is None for child in inside)]
+        unknown: dict[str, Any] = dict.fromkeys(shared)
+        return None if own is None else replace(own, **unknown)
 
     def _blocks(self, siblings: Sequence[Row]) -> Iterator[list[int]]:
         """Yield the indices of siblings that share a row."""

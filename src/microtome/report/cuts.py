@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from microtome.report.capping import cap, with_gaps
 from microtome.report.row_selection import fitting_depth
-from microtome.report.table import Bar, Cell, Column, Line, Medium, Names, Note, Report, Table, gap, text
+from microtome.report.table import Bar, Cell, Column, Line, Medium, Names, Note, Report, Table, gap
 from microtome.results.cuts import By, Cut, Cuts, Live
 from microtome.results.metrics import find_choice
 from microtome.results.rows import group
@@ -84,10 +84,10 @@ def report(cuts: Cuts, view: CutSelection | None = None, medium: Medium = "termi
     return Report(_title(cuts), (table,) if rows else (), (*notes, *_refusals(cuts)), figures=tuple(figures))
 
 
-def details(cut: Cut, cuts: Cuts) -> str:
-    """Render one cut, with everything that crosses it, as text."""
+def details(cut: Cut, cuts: Cuts) -> Report:
+    """Describe one cut, with everything that crosses it."""
     columns = (
-        Column("crosses", lambda live: live.name, "left", wraps=True),
+        Column("crosses", lambda live: live.name, "left", is_name=True, wraps=True),
         Column("shape", lambda live: shape(live.shape), "left"),
         Column("dtype", lambda live: live.dtype, "left"),
         Column("bytes", lambda live: size(live.nbytes)),
@@ -96,7 +96,7 @@ def details(cut: Cut, cuts: Cuts) -> str:
     head = f"{count(cut.head_macs)} MACs, {count(cut.head_params)} parameters ({size(cut.head_param_bytes)})"
     tail = f"{count(cut.tail_macs)} MACs, {count(cut.tail_params)} parameters ({size(cut.tail_param_bytes)})"
     title = f"{cuts.title} cut at {cut.at} ({cut.type}): {crossing}"
-    return text(Report(title, (Table.of(columns, cut.live),), (f"head: {head}", f"tail: {tail}")))
+    return Report(title, (Table.of(columns, cut.live),), (f"head: {head}", f"tail: {tail}"))
 
 
 def records(cuts: Cuts) -> list[dict[str, Any]]:

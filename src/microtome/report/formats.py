@@ -83,7 +83,11 @@ def selected_json(result: Result, *options: Any) -> str:
 
 
 def markdown(result: Result, *options: Any) -> str:
-    report = describe(result, *options, medium="markdown")
+    return report_markdown(describe(result, *options, medium="markdown"))
+
+
+def report_markdown(report: Report) -> str:
+    """Render a report as Markdown."""
     notes = "\n".join(f"- {escape_markdown(note)}" for note in report.notes_with())
     parts = [f"**{escape_markdown(report.title)}**", *map(_markdown_table, report.tables), notes]
     return "\n\n".join(filter(None, parts)) + "\n"

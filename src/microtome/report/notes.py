@@ -107,7 +107,7 @@ def _gpu(where: dict[str, str]) -> str:
 def _noise(profile: Profile, timing: Timing) -> Iterator[str]:
     """Yield a note with the reasons if the times are unreliable."""
     bare, reasons = timing.bare, []
-    if timing.ratio < _FASTER:
+    if timing.ratio < _FASTER and timing.is_same_code:
         reasons.append("passes with time stamps were faster than passes without")
     if bare.q3 - bare.q1 > _WIDE * bare.median:
         reasons.append(f"the interquartile range of the passes is {seconds(bare.q1)} to {seconds(bare.q3)}")
@@ -146,15 +146,16 @@ def _exceeded(profile: Profile) -> Row | None:
 def _timing(profile: Profile, timing: Timing) -> Iterator[str]:
     yield from _noise(profile, timing)
     bare = timing.bare
+    observed = "with them" if timing.is_same_code else "with them, and other code,"
     yield (
         f"time: median of {plural(bare.count, 'pass')} after {timing.warmups} warm-up passes; a forward without time "
-        f"stamps takes {seconds(bare.median)} ({interval(bare)}), with them {timing.ratio:.3f} times as long; "
+        f"stamps takes {seconds(bare.median)} ({interval(bare)}), {observed} {timing.ratio:.3f} times as long; "
         f"{seconds(timing.stamp_s)} per call is subtracted"
     )
     if timing.backward is not None and timing.backward_ratio is not None:
         yield (
             f"backward: without time stamps {seconds(timing.backward.median)} ({interval(timing.backward)}), "
-            f"with them {timing.backward_ratio:.3f} times as long; "
+            f"{observed} {timing.backward_ratio:.3f} times as long; "
             f"{seconds(timing.backward_stamp_s)} per time stamp is subtracted"
         )
     if timing.device is not None and timing.device_ratio is not None:
@@ -171,6 +172,12 @@ def _timing(profile: Profile, timing: Timing) -> Iterator[str]:
                 f"{bound} of {len(layers)} layers {'is' if bound == 1 else 'are'} launch-bound: "
                 "the host takes longer to launch them than the GPU to run them"
             )
+    yield from _depth(profile)
+    if timing.compiled:
+        yield (
+            "compiled code runs as Python while calls are timed, and compiled in passes without time stamps: times of "
+            f"calls are those of the uncompiled model; compiled, a forward takes {seconds(bare.median)}"
+        )
     if not timing.fast_paths:
         yield "fast paths of torch, which skip calls, are disabled while calls are timed, and enabled in other passes"
     if bare.count < FEW:
@@ -178,10 +185,25 @@ def _timing(profile: Profile, timing: Timing) -> Iterator[str]:
             f"only {plural(bare.count, 'pass')}: intervals are the range of the passes, and the median of a call may "
             "exceed that of the call around it"
         )
-    if max(timing.ratio, timing.backward_ratio or 0.0) > _DISTURBED:
+    if is_disturbed(timing):
         depth = advise("depth=", "--depth of `microtome profile`")  # `microtome top` has no such option
         less = f": measure with a smaller {depth}" if len(profile) > 1 else ""
         yield f"time stamps add more than 5 %, so the times of short calls are too long{less}"
+
+
+def is_disturbed(timing: Timing) -> bool:
+    """Whether time stamps have changed the measured times; not known if passes without them ran other code."""
+    return timing.is_same_code and max(timing.ratio, timing.backward_ratio or 0.0) > _DISTURBED
+
+
+def _depth(profile: Profile) -> Iterator[str]:
+    """Yield a note if calls below a depth were not timed: the times of the calls around them include theirs."""
+    untimed = [row.depth for row in profile if row.time_s is None]
+    if untimed:
+        yield (
+            f"measured to depth {min(untimed) - 1}: the time of {plural(len(untimed), 'call')} below it is part of "
+            "the own time of the calls around them"
+        )
 
 
 def _energy(profile: Profile, use: EnergyUse) -> Iterator[str]:

@@ -309,6 +309,7 @@ def _beside(plan: Plan) -> Iterator[str]:
     is_rate = plan.objective == "throughput"  # its score is the time between results
     parts = [
         f"{one.name} {ratio(ours / score if is_rate else score / ours)}×"  # noqa: RUF001
+        + (" (does not fit)" if one.refused else "")
         for one, score in others
         if score and ours
     ]

@@ -271,7 +271,9 @@ def text(report: Report) -> str:
     else:
         width = max([_WIDTH, *(_Layout(table, sys.maxsize).width for table in report.tables)])
     file = io.StringIO()
-    Console(file=file, width=width, force_terminal=is_terminal, legacy_windows=False).print(report)
+    # In a Jupyter kernel, a console would display the report and write nothing to the file.
+    console = Console(file=file, width=width, force_terminal=is_terminal, force_jupyter=False, legacy_windows=False)
+    console.print(report)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 

@@ -284,7 +284,7 @@ def _addresses_inside(profile: Profile, row: Row | None) -> set[str]:
 
 def _is_counted(metric: Metric) -> bool:
     """Whether it is computed from the operators of a run, so that it is exact of every call, and adds up."""
-    return metric.adds_up == "sum" and (metric.requires is None or metric.requires.done == "counted")
+    return metric.adds_up == "sum" and not metric.is_measured
 
 
 def _is_counted_in_both(metric: Metric, before: Profile, after: Profile) -> bool:

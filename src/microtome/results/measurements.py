@@ -34,7 +34,7 @@ class Timing:
 
     Attributes:
         bare: Seconds of a whole forward without time stamps, run in turns with the others.
-        ratio: A forward with time stamps over a bare one, the medians.
+        ratio: A forward with time stamps over a bare one, the medians; see `is_same_code`.
         stamp_s: Seconds of the time stamps of a call, measured on empty modules, and subtracted from the calls around.
         warmups: The number of passes before.
         fast_paths: Whether fused operators of torch ran, as in bare passes; False where they would hide calls.
@@ -44,6 +44,7 @@ class Timing:
         device: Seconds of the kernels of a bare forward, by torch's profiler; None on a CPU.
         device_backward: Those of a bare backward.
         device_ratio: The device times of all calls over those of a bare forward.
+        compiled: Whether bare passes ran compiled code, which runs as Python while calls are timed.
     """
 
     bare: Spread
@@ -57,6 +58,12 @@ class Timing:
     device: Spread | None = None
     device_backward: Spread | None = None
     device_ratio: float | None = None
+    compiled: bool = False
+
+    @property
+    def is_same_code(self) -> bool:
+        """Whether bare passes ran the code that was timed, so that the ratios are the cost of time stamps."""
+        return self.fast_paths and not self.compiled
 
 
 @dataclass(frozen=True, slots=True)

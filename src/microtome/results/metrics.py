@@ -142,6 +142,11 @@ class Metric:
         return self.of(row) if row.height == 1 else None
 
     @property
+    def is_measured(self) -> bool:
+        """Whether it is measured in real runs, possibly not of every call; False: it is counted."""
+        return self.requires is not None and self.requires.done == "measured"
+
+    @property
     def titles(self) -> tuple[str, ...]:
         """Names by which a caller may choose it: its field, its column, and its header and label."""
         return (self.name, self.column, self.header, self.label)

@@ -26,8 +26,8 @@ PHASES: dict[str, tuple[str, ...]] = {
     "decode": ("decode_s",),
     "total": ("total_s",),
 }
-#: The phases of a request that ran on the edge alone.
-_HERE = ("head", "encode", "total")
+#: The phases of every request.
+_ALWAYS = ("head", "total")
 
 
 class Percentiles(NamedTuple):
@@ -142,10 +142,15 @@ class RequestLog(Result, kind="run"):
         return None if self.energy_j is None or not self.requests else self.energy_j / len(self.requests)
 
     def phases(self) -> dict[str, Percentiles | None]:
-        """Return the seconds of each phase of a request; the phases of the server are of the requests it answered."""
+        """Return the seconds of each phase of a request, over the requests that had it.
+
+        Every request has a head and a total; the time to encode is of those that were encoded, and the phases of the
+        server are of those that it answered.
+        """
         phases = {}
+        encoded = [sent for sent in self.requests if sent.sent_bytes]
         for name, fields in PHASES.items():
-            requests = self.requests if name in _HERE else self._on_cloud
+            requests = self.requests if name in _ALWAYS else encoded if name == "encode" else self._on_cloud
             phases[name] = _percentiles(sum(getattr(sent, field) for field in fields) for sent in requests)
         total = phases.pop("total")
         if (tail_here := _percentiles(sent.tail_s for sent in self.on_edge)) is not None:

@@ -54,7 +54,8 @@ class Row(CallAmounts):
     Attributes:
         parent: The address of the call that contains it; None for the root.
         height: 1 for a call without calls inside, else one more than the highest of those.
-        own: What the call costs without the calls inside it.
+        own: What the call costs without the calls inside it; measured costs are with those that were not measured,
+            below the `depth`.
         ops: The operators that its own code ran in the forward, by name.
         shared_params: Parameters that are used here and counted elsewhere: tied weights, modules that run again.
         elapsed_s: Seconds of the host from the beginning of the run to the end of the call, measured in one run: the

@@ -53,6 +53,7 @@ def metrics(profile: Profile) -> list[dict[str, Any]]:
             "unit": metric.unit,
             "description": metric.description,
             "is_sum": metric.adds_up == "sum",
+            "is_measured": metric.is_measured,
             "header": header(metric),
             "base": bar_base(profile, metric),
             "is_shown": metric in shown,

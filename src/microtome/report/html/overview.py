@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from microtome.report.call_columns import at_least, leaves_out
 from microtome.report.html.data import model_bytes
-from microtome.report.notes import FEW, interval, interval_name, profile_notes
+from microtome.report.notes import FEW, interval, interval_name, is_disturbed, profile_notes
 from microtome.results.measurements import EnergyUse
 from microtome.results.metrics import METRICS, Metric, page_metrics, why_missing
 from microtome.results.profile import Profile
@@ -140,7 +140,10 @@ def caveats(profile: Profile) -> list[str]:
     if coverage.never_ran:
         modules = plural(len(coverage.never_ran), "module")
         sentences.append(f"{modules} never ran: their parameters are counted in the call around them.")
-    if profile.timing is not None and profile.timing.ratio > 1.05:
+    if profile.timing is not None and profile.timing.compiled:
+        compiled = seconds(profile.timing.bare.median)
+        sentences.append(f"Times are those of the uncompiled model; compiled, a forward takes {compiled}.")
+    if profile.timing is not None and is_disturbed(profile.timing):
         sentences.append("Time stamps add more than 5 %: the times of short calls are too long.")
     if profile.timing is not None and profile.timing.bare.count < FEW:
         sentences.append(f"Times are medians of only {profile.timing.bare.count} passes: parts may exceed the whole.")

@@ -7,6 +7,7 @@ const GREY = [200, 206, 212];
 // Parts that exceed the whole by less are not worth a word.
 const EXCESS = 0.001;
 const BETWEEN = "operators between modules";
+const UNMEASURED = "not measured by layer";
 
 function icicle(view) {
   const sums = DATA.metrics.filter((metric) => metric.is_sum);
@@ -39,6 +40,14 @@ function icicle(view) {
   const inside = (at) => CHILDREN[at].reduce((sum, child) => sum + (costs[child] ?? 0), 0);
   /** What a call with calls inside costs besides them. */
   const own = (at) => (CHILDREN[at].length ? Math.max(costs[at] - inside(at), 0) : 0);
+  /** Whether what a call costs besides the calls inside it is also that of calls that were not measured. */
+  const isUnmeasured = (at) => METRICS[size].is_measured && CHILDREN[at].some((child) => valueOf(size, child) === null);
+  /** The name of the part beside the calls inside a call; all calls down to the measured depth have a value. */
+  function restName(isUnmeasured) {
+    if (!isUnmeasured) return BETWEEN;
+    const above = DEPTH.reduce((least, depth, at) => (valueOf(size, at) === null ? Math.min(least, depth) : least), Infinity);
+    return `${UNMEASURED} (depth ${above - 1})`;
+  }
   /** By which part of a call the calls inside it take more than it: medians need not add up. */
   const excess = (at) => (costs[at] && inside(at) / costs[at] > 1 + EXCESS ? inside(at) / costs[at] - 1 : 0);
 
@@ -87,8 +96,10 @@ function icicle(view) {
     const others = ranked.filter((one) => !isNamed(one));
     if (others.length) entries.push([rgb(OTHER_KIND), `${others.length === 1 ? CALLS.types[others[0][0]] : `${others.length} other kinds`}${part(others.reduce((sum, [, cost]) => sum + cost, 0))}`]);
     if (all.some((at) => CHILDREN[at].length)) entries.push([ink("box"), "holds other modules"]);
-    const between = all.reduce((sum, at) => sum + own(at), 0);
-    if (between > EXCESS * costs[focus]) entries.push([HATCHED, `${BETWEEN}${part(between)}`]);
+    for (const kind of [false, true]) {
+      const rest = all.reduce((sum, at) => sum + (isUnmeasured(at) === kind ? own(at) : 0), 0);
+      if (rest > EXCESS * costs[focus]) entries.push([HATCHED, `${restName(kind)}${part(rest)}`]);
+    }
     return entries;
   }
 
@@ -167,10 +178,11 @@ function icicle(view) {
     return element;
   }
 
-  /** The place beside the calls inside a call: what its own operators cost. */
+  /** The place beside the calls inside a call: what its own operators cost, or calls that were not measured. */
   function gap(node, level, left, span) {
-    const text = `${BETWEEN}: ${share(own(node.data), valueOf(size, 0))} of ${METRICS[size].label}, in ${fullName(node.data)}`;
-    const element = el("div", { class: "gap", title: text, "aria-hidden": "true" }, span > 44 ? BETWEEN : "");
+    const name = restName(isUnmeasured(node.data));
+    const text = `${name}: ${share(own(node.data), valueOf(size, 0))} of ${METRICS[size].label}, in ${fullName(node.data)}`;
+    const element = el("div", { class: "gap", title: text, "aria-hidden": "true" }, span > 44 ? name : "");
     element.style.left = `${left}px`;
     element.style.width = `${span}px`;
     element.style.top = `${level * NODE_HEIGHT}px`;
