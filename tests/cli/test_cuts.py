@@ -38,6 +38,14 @@ def test_depth_all_and_best_choose_what_is_shown() -> None:
     assert best.startswith("zoo:tiny-decoder cut at tokens (Embedding): 3.00 KiB cross; the input has 192 B")
 
 
+def test_markdown_has_the_details_of_the_best_cut() -> None:
+    result = run("cuts", "zoo:tiny-decoder", "--best", "bytes", "--md", "-")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("**zoo:tiny-decoder cut at tokens (Embedding): 3.00 KiB cross; the input has 192 B")
+    assert "| `tokens` | 2x12x32 | float32 | 3.00 KiB |" in result.stdout
+    assert "- head: " in result.stdout
+
+
 def test_json_csv_and_markdown_go_to_files_or_to_the_terminal(tmp_path: Path) -> None:
     names = tmp_path / "c.json", tmp_path / "c.csv", tmp_path / "c.md"
     result = run("cuts", "zoo:tiny-vit", "--depth", 1, "--json", names[0], "--csv", names[1], "--md", names[2])

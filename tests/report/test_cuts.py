@@ -14,6 +14,7 @@ import microtome as mt
 from microtome import zoo
 from microtome.report.cuts import CutSelection, details
 from microtome.report.formats import csv, markdown, text
+from microtome.report.table import text as report_text
 from microtome.results.cuts import Cut, Live
 
 
@@ -159,7 +160,7 @@ def test_counts_that_are_not_known_are_dashes() -> None:
 
 
 def test_one_cut_is_told_with_all_that_crosses(unet: mt.Cuts) -> None:
-    shown = details(unet["pool#1"], unet)
+    shown = report_text(details(unet["pool#1"], unet))
     assert shown.startswith("UNet cut at pool#1 (MaxPool2d): 104 KiB cross; the input has 24.0 KiB")
     assert [line.split("│")[0].strip() for line in shown.splitlines() if "│" in line] == ["down.0", "down.1", "pool#1"]
     assert "2x8x32x32" in shown

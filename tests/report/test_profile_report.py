@@ -18,6 +18,7 @@ from microtome.report.cuts import details
 from microtome.report.formats import csv, markdown, text
 from microtome.report.notes import profile_notes
 from microtome.report.row_selection import RowSelection
+from microtome.report.table import text as report_text
 from microtome.report.top import text as of_top
 from microtome.units import UNKNOWN
 
@@ -120,7 +121,13 @@ def test_names_cannot_break_a_table(hostile: nn.Module) -> None:
     p = mt.profile(hostile, "2x8")
     found = mt.cuts(hostile, "2x8")
     cost = found.best("bytes")
-    for shown in (text(p), text(p, RowSelection(by="module")), of_top(p), str(found), details(cost, found)):
+    for shown in (
+        text(p),
+        text(p, RowSelection(by="module")),
+        of_top(p),
+        str(found),
+        report_text(details(cost, found)),
+    ):
         assert not set("\x1b\u202e\ud800") & set(shown)
         assert "new\n" not in shown
     assert "new�line" in text(p)

@@ -33,7 +33,7 @@ def cuts(
     """List where a model can be cut in two exactly, and the tensors that cross each cut.
 
     MODEL is as for `microtome profile`. A cut is at the exit of a call; pass its address to `microtome split --at`.
-    JSON and CSV list every cut, and the refused ones with the reason.
+    JSON and CSV list every cut, and the refused ones with the reason; Markdown has the details of --best.
     """
     check_prompt("--prefill", model, prefill)
     if (depth is not None) + every + (best is not None) > 1:
@@ -42,7 +42,8 @@ def cuts(
     import torch
 
     from microtome.report.cuts import CutSelection, details
-    from microtome.report.formats import markdown, text
+    from microtome.report.formats import markdown, report_markdown, text
+    from microtome.report.table import text as report_text
     from microtome.split.cuts.cuts import cuts as find_cuts
 
     def find(resolved: Resolved) -> Cuts:
@@ -51,6 +52,9 @@ def cuts(
             return replace(find_cuts(resolved.model, inputs), name=model.name)
 
     _, result = model.count(find, how=lambda found: found.how, one_pass=prefill is None)
+    if best is not None:
+        report = details(result.best(best), result)
+        outputs.write_result(result, partial(report_text, report), md=partial(report_markdown, report))
+        return
     selection = CutSelection(depth, every=every)
-    shown = partial(text, result, selection) if best is None else partial(details, result.best(best), result)
-    outputs.write_result(result, shown, md=partial(markdown, result, selection))
+    outputs.write_result(result, partial(text, result, selection), md=partial(markdown, result, selection))
