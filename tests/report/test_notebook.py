@@ -7,10 +7,13 @@ import re
 from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from nbclient import NotebookClient
+from nbformat.v4 import new_code_cell, new_notebook
 from torch import nn
 
 import microtome as mt
@@ -195,3 +198,51 @@ def test_a_log_without_requests_is_shown() -> None:
     log = RequestLog("Net", "host:7070", "cpu", 1, 1.0, 1, ())
     assert "not run: 0 requests in 1 s" in str(log)
     assert "not run" in Checked(log._repr_html_()).text
+
+
+# -- in a kernel -------------------------------------------------------------------------------------------------------
+
+SETUP = """
+import contextlib, io
+import microtome as mt
+from microtome import zoo
+from tests.plan import synthetic
+
+model, x = zoo.build("tiny-resnet")
+profile, sizes = mt.profile(model, x), synthetic.cuts([400, 40])
+times = synthetic.profile([0.1, 0.2])
+results = {
+    "profile": profile,
+    "cuts": mt.cuts(model, x),
+    "plan": mt.plan(sizes, edge=times, cloud=times, link=mt.Link("8Mbps"), costs=synthetic.costs(sizes)),
+    "diff": profile.diff(mt.profile(model, "4x3x32x32")),
+    "codecs": synthetic.costs(sizes),
+}
+"""
+KINDS = ("profile", "cuts", "plan", "diff", "codecs")
+#: Prints whether the text is as outside of a notebook; displays nothing.
+TEXTS = """
+for name, result in results.items():
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        print(result)
+    print(name, str(result).count("\\n") > 3, f"{result}" == str(result), printed.getvalue() == f"{result}\\n")
+"""
+
+
+@pytest.mark.integration
+def test_a_result_is_text_in_a_kernel_and_is_displayed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "jupyter"))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    shows = [f"results[{kind!r}].show()" for kind in KINDS]
+    notebook = new_notebook(cells=[new_code_cell(source) for source in (SETUP, TEXTS, *shows, "results['cuts']")])
+    root = Path(__file__).parents[2]
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(root)}}).execute()
+    setup, texts, *shown = (cell.outputs for cell in notebook.cells)
+    assert setup == []
+    # A kernel may send a stream in parts.
+    assert {(output.output_type, output.get("name")) for output in texts} == {("stream", "stdout")}
+    assert "".join(output.text for output in texts) == "".join(f"{kind} True True True\n" for kind in KINDS)
+    for outputs in shown:
+        (output,) = outputs
+        assert "<table" in output.data["text/html"]
+        assert output.data["text/plain"]
