@@ -248,3 +248,17 @@ def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
     result = call(f"hf:{tmp_path}", "--prompt", "a")
     assert result.exit_code == 2
     assert f"cannot read the tokenizer in {tmp_path}" in result.output
+
+
+def test_a_model_without_generate_is_refused_before_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(*_: Any) -> None:
+        raise AssertionError("built")
+
+    zoo.import_torchvision()  # which transformers imports
+    import transformers
+
+    monkeypatch.setattr(transformers.LlamaModel, "_from_config", build)
+    result = call("hf:llama", "--ids", "1,2")  # 27 GB of weights
+    assert result.exit_code == 2, result.output
+    assert "hf:llama is a LlamaModel, which has no method `generate`" in result.output
+    assert "--arg \"architectures=['LlamaForCausalLM']\"" in result.output

@@ -103,6 +103,17 @@ def resolve(
     return Resolved(text, model, arguments, spec.notes, spec.file, has_random_weights=is_random, one_pass=spec.one_pass)
 
 
+def find_class(text: str, args: Mapping[str, Any] | None = None) -> type | None:
+    """Return the class of a model by its name, without building it; None if its source does not tell.
+
+    >>> find_class("zoo:tiny-vit") is None
+    True
+    """
+    if text.partition(":")[0] not in SOURCES:  # importing a file may build its model
+        return None
+    return _find(text, dict(args or {}), meta=True).model_class
+
+
 def _find(text: str, args: dict[str, Any], *, meta: bool) -> ModelSpec:
     source, _, name = text.partition(":")
     if source in SOURCES:

@@ -12,7 +12,7 @@ import click
 
 from microtome.cli.interrupts import Interrupted, import_torch
 from microtome.cli.options.connection import check_server, connection_options
-from microtome.cli.options.model import ModelOptions, model_options
+from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
 from microtome.cli.options.outputs import Outputs, output_options
 from microtome.cli.progress import print_notes, show_progress
 from microtome.cli.token_printer import TokenPrinter
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from microtome.cli.tokenizers import Tokenizer
-    from microtome.inputs import Inputs
     from microtome.remote.security import Security
     from microtome.results.requests import RequestRecord
     from microtome.split.session import StageSession
+    from microtome.zoo import Resolved
 
 _AT = "Cut: an address of `microtome cuts`. Without --server, two stages in this process (default: auto, or no cut)."
 _NO_FALLBACK = "Fail if the server goes away: compute nothing of its part here."
@@ -102,6 +102,8 @@ def generate(
     from microtome.cli.tokenizers import find_tokenizer
 
     model.check_has_values()
+    if (model_class := model.find_class()) is not None:
+        _check_generates(model.name, model_class)  # before a large model is built
     resolved = model.resolve(uses_values=True, one_pass=False)
     target = resolved.model
     _check_generates(model.name, target)
@@ -116,7 +118,7 @@ def generate(
     printer = TokenPrinter(tokenizer, prompt_ids, to_stderr=outputs.files["json"] == "-")
     is_interrupted = False
     with (
-        _open(target, resolved.inputs, at, server, connection) as runner,
+        _open(resolved, at, server, connection) as runner,
         _wrap_errors(model.name),
     ):
         with show_progress(f"warming up {model.name}"):
@@ -141,16 +143,18 @@ def generate(
 
 
 def _check_generates(name: str, model: Any) -> None:
-    """Raise if a model has no `generate`, and name the class of transformers that has one."""
+    """Raise if a model or its class has no `generate`, and name the class of transformers that has one."""
     if callable(getattr(model, "generate", None)):
         return
+    model_class = model if isinstance(model, type) else type(model)
     hint = "of your own model, run the steps in Python, with stages.session()"
     if name.startswith("hf:"):
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
-        causal = CAUSAL.get(getattr(model.config, "model_type", ""), "LlamaForCausalLM")
+        config: Any = getattr(model_class, "config_class", None)
+        causal = CAUSAL.get(getattr(config, "model_type", ""), "LlamaForCausalLM")
         hint = f"name a class that has one, such as --arg \"architectures=['{causal}']\""
-    raise Unsupported(f"{name} is a {type(model).__name__}, which has no method `generate`: {hint}")
+    raise Unsupported(f"{name} is a {model_class.__name__}, which has no method `generate`: {hint}")
 
 
 def _encode(name: str, tokenizer: Tokenizer | None, prompt: str) -> list[int]:
@@ -237,20 +241,21 @@ class _Runner:
 
 
 @contextmanager
-def _open(model: Any, inputs: Inputs, at: str | None, server: str | None, options: dict[str, Any]) -> Iterator[_Runner]:
+def _open(resolved: Resolved, at: str | None, server: str | None, options: dict[str, Any]) -> Iterator[_Runner]:
     """Split the model, or connect to the server."""
+    model: Any = resolved.model
     if server is not None:
         from microtome.remote.connect import connect
 
-        with show_progress(f"connecting to {server}"):
-            remote = connect(model, inputs, server, at or "auto", **options)
+        with show_progress(f"connecting to {server}"), wrap_model_errors(resolved):
+            remote = connect(model, resolved.inputs, server, at or "auto", **options)
         with remote:
             yield _Runner(model, remote.session, remote.requests)
     elif at is not None:
         from microtome.split.split import split
 
-        with show_progress(f"splitting at {at}"):
-            stages = split(model, inputs, at=at)
+        with show_progress(f"splitting at {at}"), wrap_model_errors(resolved):
+            stages = split(model, resolved.inputs, at=at)
         yield _Runner(model, stages.session)
     else:
         yield _Runner(model)

@@ -202,7 +202,7 @@ def _find_cuts(resolved: Resolved) -> Cuts | None:
     from microtome.split.cuts.cuts import cuts as find_cuts
 
     try:
-        with show_progress(f"cutting {resolved.name}"), torch.no_grad():
+        with show_progress(f"cutting {resolved.name}"), wrap_model_errors(resolved), torch.no_grad():
             return find_cuts(resolved.model, resolved.inputs)
     except MicrotomeError as error:
         print_notes([f"the page does not show cuts: {error}"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -60,7 +61,7 @@ def record(*, model: ModelOptions, select: tuple[str, ...], data: str, batch: in
         recorder = ActivationRecorder(resolved.model, list(select), progress=update, **options)
         with _rename_options(), recorder, torch.no_grad():
             for x in read_batches(data, batch, like):
-                with wrap_model_errors(resolved, tuple(x.shape), hint=""):
+                with wrap_model_errors(resolved, partial(tuple, x.shape), hint=""):
                     resolved.model(x)
     totals = recorder.totals
     what = "outputs, only their statistics kept, " if options["keep"] == "stats" else ""

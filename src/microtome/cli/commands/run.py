@@ -14,16 +14,17 @@ import click
 from microtome.cli.completion import complete_file
 from microtome.cli.interrupts import import_torch
 from microtome.cli.options.connection import connection_options, server_option
-from microtome.cli.options.model import ModelOptions, model_options
+from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
 from microtome.cli.options.outputs import Outputs, check_distinct, output_options
 from microtome.cli.progress import print_notes, show_progress
-from microtome.errors import BadInputs, MicrotomeError, RemoteError, SensorFailed, describe_error
+from microtome.errors import RemoteError, SensorFailed
 
 if TYPE_CHECKING:
     from microtome.inputs import Inputs
     from microtome.remote.client import Remote
     from microtome.remote.security import Security
     from microtome.results.requests import RequestRecord
+    from microtome.zoo import Resolved
 
 _DATA = ".npy of (samples, …), or a folder of .npy or images (default: the example inputs, --repeat times)."
 _TO = "Write the outputs: one file per request, or one F.safetensors."
@@ -81,13 +82,15 @@ def run(
     from microtome.remote.connect import connect
     from microtome.results.requests import RequestLog, cut_moves
 
-    target, example = model.load(0)
+    target, resolved = model.load(0)
+    example = resolved.inputs
     items, total = _make_items(data, repeat or 100, batch, example)
-    with show_progress(f"connecting to {server}"):
+    with show_progress(f"connecting to {server}"), wrap_model_errors(resolved):
         fallback = None if no_fallback else "local"
         remote = connect(target, example, server, fallback=fallback, **options, **asdict(security))
     with remote, open_tensors(to) as write_output, show_progress(f"running {model.name}") as progress:
-        _warm_up(remote, example, warmup)
+        with wrap_model_errors(resolved):
+            _warm_up(remote, example, warmup)
         began = len(remote.history)
         with _measure_energy(example) as energy:
             start = perf_counter()
@@ -95,7 +98,7 @@ def run(
             def update(done: int) -> None:
                 progress(f"{done / max(perf_counter() - start, 1e-9):.1f} requests/s", done, total)
 
-            requests, samples = _stream(remote, items, window, write_output, update)
+            requests, samples = _stream(remote, items, window, write_output, update, resolved)
             wall_s = perf_counter() - start
         moves = cut_moves(remote.history[0 if began == 1 else began :])
     log = RequestLog(
@@ -141,11 +144,12 @@ def _stream(
     window: int,
     write_output: Callable[[Any], None],
     update: Callable[[int], None],
+    resolved: Resolved,
 ) -> tuple[list[RequestRecord], int]:
     """Run all requests; return their records and the number of samples."""
     requests: list[RequestRecord] = []
     samples = 0
-    last: Inputs | None = None
+    last: Inputs = resolved.inputs
 
     def count_samples_of_items() -> Iterator[Inputs]:
         nonlocal samples, last
@@ -153,16 +157,11 @@ def _stream(
             samples += _batch_size(last)
             yield last
 
-    try:
+    with wrap_model_errors(resolved, lambda: last, hint=""):
         for output in remote.stream(count_samples_of_items(), window):
             requests.append(remote.requests[-1])
             write_output(output)
             update(len(requests))
-    except MicrotomeError:
-        raise
-    except Exception as error:
-        message = f"the model does not run on {last or 'the data'}: {describe_error(error)}"
-        raise BadInputs("\n  ".join([message, *getattr(error, "__notes__", [])])) from error
     return requests, samples
 
 

@@ -13,7 +13,7 @@ import click
 
 from microtome.cli.interrupts import import_torch
 from microtome.cli.options.connection import check_server, file_option
-from microtome.cli.options.model import ModelOptions, model_options
+from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
 from microtome.cli.progress import show_progress
 from microtome.units import plural
 
@@ -81,9 +81,9 @@ def serve(
     raise_descriptor_limit()
     log_to_stderr(log_level)
     token = None if token_file is None else read_token(token_file)
-    target, inputs = model.load(-1)
-    with show_progress(f"analysing {model.name}"):
-        server = start(target, inputs, token=token, **options)
+    target, resolved = model.load(-1)
+    with show_progress(f"analysing {model.name}"), wrap_model_errors(resolved):
+        server = start(target, resolved.inputs, token=token, **options)
     ended = threading.Event()
     try:
         for number in (signal.SIGTERM, signal.SIGINT):

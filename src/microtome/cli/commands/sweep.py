@@ -9,7 +9,7 @@ import click
 
 from microtome.cli.interrupts import import_torch
 from microtome.cli.options.connection import connection_options, server_option
-from microtome.cli.options.model import ModelOptions, model_options
+from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
 from microtome.cli.options.outputs import Outputs, output_options
 from microtome.cli.progress import show_progress
 
@@ -36,10 +36,10 @@ def sweep(*, model: ModelOptions, server: str, cuts: str, outputs: Outputs, secu
     import_torch()
     from microtome.remote.sweep import sweep as measure
 
-    target, inputs = model.load(0)
+    target, resolved = model.load(0)
     is_word = cuts in ("all", "dominating")
     selected = cuts if is_word else [address.strip() for address in cuts.split(",")]
-    with show_progress(f"sweeping {model.name}") as progress:
-        result = measure(target, inputs, server, selected, security=security, progress=progress, **options)
+    with show_progress(f"sweeping {model.name}") as progress, wrap_model_errors(resolved):
+        result = measure(target, resolved.inputs, server, selected, security=security, progress=progress, **options)
     result = replace(result, name=model.name)
     outputs.write_result(result, perfetto=result.to_perfetto, html=result.to_html)

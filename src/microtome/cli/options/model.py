@@ -20,7 +20,6 @@ from microtome.units import size
 if TYPE_CHECKING:
     from torch import nn
 
-    from microtome.inputs import Inputs
     from microtome.split.stage import Stage
     from microtome.zoo import Resolved
 
@@ -97,29 +96,40 @@ class ModelOptions:
         print_notes(without.notes)
         return without, result
 
-    def load(self, index: int) -> tuple[nn.Module | Stage, Inputs]:
-        """Build the model, or with `--stages` the stage at this index, and its inputs."""
+    def load(self, index: int) -> tuple[nn.Module | Stage, Resolved]:
+        """Build the model, and with `--stages` load the stage at this index.
+
+        Returns:
+            The model or the stage, and what was built, with the inputs on their device.
+        """
         if self.weights is not None and self.stages is not None:
             raise click.UsageError("choose one of --weights and --stages")
         self.check_has_values()
         self._check_device()
         if self.stages is None:
             resolved = self.resolve(uses_values=True, one_pass=False)
-            return resolved.model, resolved.inputs
+            return resolved.model, resolved
         import_torch()
         from microtome.split.checkpoint import load_stage
 
-        inputs: list[Inputs] = []
+        built: list[Resolved] = []
 
         def make() -> nn.Module:
-            resolved = self._build(one_pass=False)
-            print_notes(resolved.notes)
-            inputs.append(resolved.inputs)
-            return resolved.model
+            built.append(self._build(one_pass=False))
+            print_notes(built[-1].notes)
+            return built[-1].model
 
         with self._wrap_device_errors():
             stage = load_stage(make, self.stages, index, device=self.device)
-            return stage, inputs[-1] if self.device is None else inputs[-1].to(self.device)
+            inputs = built[-1].inputs
+            return stage, replace(built[-1], inputs=inputs if self.device is None else inputs.to(self.device))
+
+    def find_class(self) -> type | None:
+        """Return the class of the model without building it; None if only building it tells."""
+        import_torch()
+        from microtome.zoo.resolver import find_class
+
+        return find_class(self.name, self.args)
 
     def check_has_values(self) -> None:
         """Raise if the model would be on the meta device."""
@@ -223,12 +233,14 @@ def model_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
 
 @contextmanager
 def wrap_model_errors(
-    resolved: Resolved, inputs: object = None, hint: str = ". Pass others with --input"
+    resolved: Resolved, get_inputs: Callable[[], object] | None = None, hint: str = ". Pass others with --input"
 ) -> Iterator[None]:
     """Raise BadInputs for an error in the model's own code, with its line there and the inputs that it ran on.
 
+    Every command runs the model in such a block: its code may raise anything, and a traceback does not name the inputs.
+
     Args:
-        inputs: The inputs, if not those of the model.
+        get_inputs: Returns the inputs of the run that failed, if not those of the model.
     """
     try:
         yield
@@ -238,5 +250,6 @@ def wrap_model_errors(
         from microtome.user_code import line_of
 
         reason = f"{describe_error(error).rstrip('.')}{line_of(error, resolved.file)}"
-        message = f"{resolved.name} does not run on {inputs or resolved.arguments}: {reason}{hint}"
+        inputs = resolved.arguments if get_inputs is None else get_inputs()
+        message = f"{resolved.name} does not run on {inputs}: {reason}{hint}"
         raise BadInputs("\n  ".join([message, *getattr(error, "__notes__", [])])) from error

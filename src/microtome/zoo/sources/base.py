@@ -25,6 +25,7 @@ class ModelSpec:
         file: The Python file whose line number belongs in error messages.
         has_random_weights: Whether the weights are random although trained ones are published.
         one_pass: Keyword arguments of a run that is not continued by another.
+        model_class: The class of the model; None if only building it tells.
     """
 
     build: Callable[[], Any]
@@ -33,6 +34,7 @@ class ModelSpec:
     file: str | None = None
     has_random_weights: bool = False
     one_pass: Mapping[str, Any] = field(default_factory=dict)
+    model_class: type | None = None
 
 
 class ModelSource(Protocol):

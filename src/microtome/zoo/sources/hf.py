@@ -44,7 +44,7 @@ def find(name: str, args: dict[str, Any]) -> ModelSpec:
             return model_class._from_config(config)  # as AutoModel.from_config, but runs no code in a folder
 
     one_pass = {"use_cache": False} if _makes_cache(model_class, config) else {}
-    return ModelSpec(build, transformers_example, has_random_weights=True, one_pass=one_pass)
+    return ModelSpec(build, transformers_example, has_random_weights=True, one_pass=one_pass, model_class=model_class)
 
 
 def _makes_cache(model_class: Any, config: Any) -> bool:

@@ -1,0 +1,83 @@
+"""Inputs that a model does not run on: every command names them in one error, without a traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import microtome as mt
+from microtome import zoo
+from microtome.cli import main
+from microtome.remote.server import Server
+
+#: A model, the inputs that it does not run on, and how these are described.
+RESNET = "zoo:tiny-resnet", "2x4x32x32", "x 2x4x32x32"
+WRITER = "zoo:tiny-writer", "1x2x3x4:int64", "input_ids 1x2x3x4:int64"
+
+#: For each command, the other words of its line: one list for each way in which it runs the model.
+LINES = {
+    "cuts": [""],
+    "generate": ["--ids 1,2 --at layers.0", "--ids 1,2 --server {server}", "--ids 1,2 --server {server} --at layers.0"],
+    "graph": ["--svg g.svg", "--svg g.svg --at layer1"],
+    "plan": [
+        "--edge p.json --cloud p.json --bandwidth 2MB/s",
+        "--edge p.json --cloud p.json --bandwidth 2MB/s --measure-codecs c.json",
+    ],
+    "profile": ["", "--meta", "--device cpu", "--backward", "--time --html p.html"],
+    "record": ["layer1 --data wrong.npy --to acts"],
+    "run": ["--server {server}", "--server {server} --at layer1", "--server {server} --at layer1 --data x.npy"],
+    "serve": ["--listen 127.0.0.1:0"],
+    "split": ["--at layer1 --to parts"],
+    "sweep": ["--server {server}", "--server {server} --cuts layer1"],
+    "top": ["", "--time"],
+    "track": [""],
+}
+CASES = [(name, words) for name, lines in LINES.items() for words in lines]
+
+
+@pytest.fixture(scope="module", name="server")
+def make_server() -> Iterator[Server]:
+    with mt.serve(*zoo.build("tiny-resnet"), listen="127.0.0.1:0") as server:
+        yield server
+
+
+@pytest.fixture(name="folder")
+def make_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    mt.profile(*zoo.build("tiny-resnet")).to_json(tmp_path / "p.json")
+    np.save(tmp_path / "x.npy", np.zeros((4, 3, 32, 32), dtype=np.float32))
+    np.save(tmp_path / "wrong.npy", np.zeros((2, 4, 32, 32), dtype=np.float32))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_every_command_that_takes_inputs_is_tested_here() -> None:
+    context = click.Context(main)
+    commands = {name: main.get_command(context, name) for name in main.list_commands(context)}
+    takes_inputs = {
+        name
+        for name, command in commands.items()
+        if command is not None and any("--input" in parameter.opts for parameter in command.params)
+    }
+    assert takes_inputs == set(LINES)
+
+
+@pytest.mark.integration
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(("name", "words"), CASES, ids=[" ".join(case).strip() for case in CASES])
+def test_inputs_that_the_model_does_not_run_on_are_named(name: str, words: str, server: Server) -> None:
+    model, wrong, described = WRITER if name == "generate" else RESNET
+    # A recording has the shapes of its data.
+    inputs = [] if name == "record" else ["--input", wrong]
+    line = [name, model, *inputs, *words.format(server=server.address).split()]
+    result = CliRunner().invoke(main, line)
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    expected = f"{model} does not run on {'(2, 4, 32, 32)' if name == 'record' else described}: "
+    error = result.stderr[result.stderr.index("Error: ") :]
+    assert error.startswith(f"Error: {expected}"), result.stderr
+    assert ("Pass others with --input" in error) == (name != "record")
+    assert len(error.splitlines()) <= 3, error
