@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from microtome.errors import BadFile
-from microtome.files.reading import File
+from microtome.files.reading import File, read_json
 from microtome.results.base import load_result
 
 
@@ -18,10 +18,21 @@ def load(file: File) -> Any:
         ...
     microtome.errors.BadFile: cannot read '/does/not/exist.json': No such file or directory
     """
-    if (Path(file) / "plan.json").is_file():
-        raise BadFile(f"{str(file)!r} holds a split model: microtome.load_stage reads one of its stages")
-    if Path(file).is_dir():
-        from microtome.capture.store import open_folder  # not imported for other results: it is large
+    if not Path(file).is_dir():
+        return load_result(file)
+    from microtome.capture.store import open_folder  # not imported for other results: it is large
 
-        return open_folder(file)
-    return load_result(file)
+    if not (Path(file) / "manifest.json").exists():
+        _check_holds_no_other(Path(file))
+    return open_folder(file)
+
+
+def _check_holds_no_other(folder: Path) -> None:
+    """Raise if a folder without a recording holds a split model or files of results."""
+    plan = folder / "plan.json"
+    content = read_json(plan) if plan.is_file() else None
+    if isinstance(content, dict) and content.get("kind") == "split":
+        raise BadFile(f"{str(folder)!r} holds a split model: microtome.load_stage reads one of its stages")
+    if files := sorted(map(str, folder.glob("*.json"))):
+        expected = "expected the file of a result, or the folder of a recording"
+        raise BadFile(f"{expected}, got the folder {str(folder)!r}: load a file in it, such as {files[0]!r}")

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from microtome.engine.module_state import replace_tensors, set_attribute, set_buffer
 from microtome.engine.selectors import check_model, named_modules
@@ -210,6 +211,8 @@ def load_stage(
     if type(built).__qualname__ != saved.model:
         raise BadWeights(f"expected a {saved.model}, as in {str(folder)!r}, got a {type(built).__qualname__}")
     built.eval()
+    for name, tensor in weights.items():
+        _check_weight(built, name.removeprefix(_ATTRIBUTE), tensor)
     first = SplitDescription(saved.at, saved.inputs, saved.more, bool(saved.continues), state=saved.state)
     variants = [_split_again(built, saved, first, Path(folder) / _PLAN)]
     for description in saved.variants:
@@ -235,7 +238,9 @@ def _split_again(model: nn.Module, saved: _SavedSplit, description: SplitDescrip
     except Unsupported as error:  # the model cannot run without weights, or not on the example of the file
         raise Unsupported(f"cannot split the {saved.model} as {str(file)!r} describes: {error}") from error
     except Exception as error:  # from the model's code, which runs on the example of the file
-        raise BadFile(f"{str(file)!r} does not fit this {saved.model}: {describe_error(error)}") from error
+        is_foreign = isinstance(error, LookupError) and not hasattr(error, "__notes__")  # a place that no call has
+        reason = "its calls are not those of the model that was saved" if is_foreign else describe_error(error)
+        raise BadFile(f"{str(file)!r} does not fit this {saved.model}: {reason}") from error
 
 
 def _read_weights(file: Path, saved: _SavedStage, device: str | torch.device) -> dict[str, Tensor]:
@@ -255,8 +260,14 @@ def _read_plan(folder: Path) -> _SavedSplit:
     if not os.path.lexists(file):
         raise BadFile(f"{str(folder)!r} holds no split model: {_PLAN}: No such file or directory")
     plan = read_json(file)
-    if not isinstance(plan, dict) or plan.get("kind") != "split" or plan.get("schema") != _SCHEMA:
-        raise BadFile(f"{str(file)!r} is no plan of a split model with schema {_SCHEMA}: save the stages again")
+    kind = plan.get("kind") if isinstance(plan, dict) else None
+    if kind != "split":
+        got = f"a file of kind {kind!r:.80}" if isinstance(kind, str) else "another file"
+        writers = "Stages.save and microtome split write one"
+        raise BadFile(f"{str(folder)!r} holds no split model: expected one in {_PLAN}, got {got}; {writers}")
+    if plan.get("schema") != _SCHEMA:
+        got = f"got {plan.get('schema')!r:.80}"
+        raise BadFile(f"{str(file)!r}: expected version {_SCHEMA} of a split model, {got}: save the stages again")
     with translate_read_errors(repr(str(file))):
         saved: _SavedSplit = from_plain(plan, _SavedSplit)
         if (mismatch := find_mismatch(saved, _SavedSplit)) is not None:
@@ -294,27 +305,37 @@ def _hidden_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield from ((f"{path}.{name}[]", item) for item in value if isinstance(item, Tensor))
 
 
-def _set_weight(model: nn.Module, name: str, tensor: Tensor) -> None:
+def _check_weight(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Raise if a model has no tensor of this name, shape and dtype."""
     path, _, last = name.rpartition(".")
     try:
         module = model.get_submodule(path)
     except AttributeError as error:
-        raise BadWeights(f"the model has no module {path!r}: {describe_error(error)}") from error
-    if last in own_parameters(module):
-        old = own_parameters(module)[last]
-        _check_weight(name, old, tensor)
-        parameter = nn.Parameter(tensor, requires_grad=old is not None and old.requires_grad)
-        replace_tensors(model, lambda other: parameter if other is old else other)  # tied weights stay tied
-    elif last in own_buffers(module):
-        _check_weight(name, own_buffers(module)[last], tensor)
-        set_buffer(module, last, tensor)
-    elif isinstance(getattr(module, last, None), Tensor | None):
-        set_attribute(module, last, tensor)
-    else:
-        raise BadWeights(f"{name!r}: expected a tensor, as in the folder, got a {type(getattr(module, last)).__name__}")
-
-
-def _check_weight(name: str, old: Tensor | None, tensor: Tensor) -> None:
+        built = f"expected the {type(model).__name__} that was saved"
+        raise BadWeights(f"{built}, got one without the module {path!r} of the folder") from error
+    tensors = own_parameters(module) | own_buffers(module)
+    if last not in tensors:
+        if not isinstance(getattr(module, last, None), Tensor | None):
+            got = type(getattr(module, last)).__name__
+            raise BadWeights(f"{name!r}: expected a tensor, as in the folder, got a {got}")
+        return
+    old = tensors[last]
+    if is_lazy(old):
+        return
     if old is None or old.shape != tensor.shape or old.dtype != tensor.dtype:
         got = "nothing" if old is None else f"{tuple(old.shape)} {old.dtype}"
         raise BadWeights(f"{name!r}: expected {tuple(tensor.shape)} {tensor.dtype}, as in the folder, got {got}")
+
+
+def _set_weight(model: nn.Module, name: str, tensor: Tensor) -> None:
+    _check_weight(model, name, tensor)  # again: the model may have made it in its first run
+    path, _, last = name.rpartition(".")
+    module = model.get_submodule(path)
+    if last in own_parameters(module):
+        old = own_parameters(module)[last]
+        parameter = nn.Parameter(tensor, requires_grad=old is not None and old.requires_grad)
+        replace_tensors(model, lambda other: parameter if other is old else other)  # tied weights stay tied
+    elif last in own_buffers(module):
+        set_buffer(module, last, tensor)
+    else:
+        set_attribute(module, last, tensor)
