@@ -226,3 +226,11 @@ def test_tensors_in_named_tuples_dataclasses_and_dicts_move_to_a_device() -> Non
     assert all(tensor.is_meta for tensor in (moved.image, moved.crops.first, moved.crops.second["third"]))
     assert moved.label == "cat"
     assert not example.image.is_meta
+
+
+def test_a_model_without_required_arguments_runs_on_none() -> None:
+    class Optional(nn.Module):
+        def forward(self, x: Tensor | None = None) -> Tensor:
+            return torch.ones(2) if x is None else x
+
+    assert microtome.profile(Optional(), None).total.output_bytes == 2 * 4

@@ -40,6 +40,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "a typo in a dtype": (lambda: mt.profile(RESNET, "1x3:flaot32"), "expected a dtype of torch, .* got 'flaot32'"),
     "a negative size": (lambda: mt.profile(RESNET, (-1, 3)), "expected sizes of 0 or more"),
     "numbers as names": (lambda: mt.profile(RESNET, {0: X}), "expected the names of arguments as keys"),
+    "no inputs": (lambda: mt.profile(RESNET, None), "No inputs were passed to the ResNet: pass a tensor"),
+    "no inputs to cut": (lambda: mt.cuts(RESNET, None), "No inputs were passed .* mt.Inputs.None. passes None"),
     "no inputs to serve": (lambda: mt.serve(RESNET), "No inputs were passed to the ResNet: pass a tensor"),
     "no inputs to connect": (lambda: mt.connect(RESNET, None, "127.0.0.1:1"), "No inputs were passed to the ResNet"),
     # -- options
@@ -122,7 +124,7 @@ def test_a_mistake_is_named_with_what_to_do(name: str) -> None:
 @pytest.mark.parametrize(
     ("inputs", "note"),
     [
-        (None, "No inputs were passed to the Sequential: pass a tensor"),
+        (microtome.Inputs(None), "No inputs were passed to the Sequential: pass a tensor"),
         ({}, "No inputs were passed to the Sequential: pass a tensor"),
         (7, "The input 'input' is of type int: if the model expects a tensor, pass torch.tensor(...)"),
         ({"input": [[1.0, 2.0]]}, "The input 'input' is of type list: if the model expects a tensor"),
@@ -173,3 +175,21 @@ def test_every_function_names_the_call_in_which_the_model_raised(run: Callable[[
     assert any(
         note in ("in the call '0.0' (Linear)", "in the call '0' (Sequential)") for note in caught.value.__notes__
     )
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "got"),
+    [
+        (([[1, 2]],), {}, "list [[1, 2]]"),
+        (("abc",), {}, "str 'abc'"),
+        ((), {"input_ids": [1, 2]}, "list [1, 2]"),
+        ((), {"inputs": 3}, "int 3"),
+    ],
+)
+def test_tokens_to_continue_are_a_tensor(args: tuple[Any, ...], kwargs: dict[str, Any], got: str) -> None:
+    config = {"architectures": ["GPT2LMHeadModel"], "n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 30}
+    resolved = zoo.resolve("hf:gpt2", args=config, inputs="input_ids=1x4:int64")
+    split = mt.split(resolved.model, resolved.inputs, at="transformer.h.0")
+    with pytest.raises(microtome.errors.BadInputs, match="expected a tensor of token ids, got ") as caught:
+        split.generate(*args, **kwargs, max_new_tokens=1)
+    assert f"got {got}: tokenize a text, and pass numbers as torch.tensor([[1, 2]])" in str(caught.value)

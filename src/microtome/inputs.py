@@ -30,7 +30,7 @@ _NO_INPUTS = "No inputs were passed to the {}: pass a tensor, a tuple, a dict, o
 
 def no_inputs_error(model: nn.Module) -> BadInputs:
     """The error for a model without example inputs."""
-    return BadInputs(_NO_INPUTS.format(type(model).__name__))
+    return BadInputs(_NO_INPUTS.format(type(model).__name__) + " mt.Inputs(None) passes None.")
 
 
 class Inputs:
@@ -72,9 +72,14 @@ class Inputs:
         Args:
             model: The model, whose dtype and device created tensors have.
             device: The device of created tensors, if not that of the model.
+
+        Raises:
+            BadInputs: They are invalid; or None, and the model takes an argument that has no default.
         """
         if isinstance(inputs, Inputs):
             return inputs
+        if inputs is None and model is not None and any(map(_is_required, _parameters(model).values())):
+            raise no_inputs_error(model)
         create = _InputFactory(device or ("cpu" if model is None else device_of(model)), _dtype_of(model))
         if isinstance(inputs, str):
             return create.parse(inputs)
@@ -114,7 +119,7 @@ class Inputs:
         for name in self.kwargs if parameters else ():
             if name not in parameters:
                 near = difflib.get_close_matches(name, parameters, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"it has {some(parameters, 8)}"
+                hint = f"did you mean {near[0]!r}?" if near else f"it has {some(list(parameters), 8)}"
                 yield f"forward of {type(model).__name__} has no parameter {name!r}: {hint}"
 
     def _name_non_tensors(self, model: nn.Module, message: str) -> Iterator[str]:
@@ -155,14 +160,18 @@ class Inputs:
         return f"Inputs({', '.join(parts)})"
 
 
-def _parameters(model: nn.Module) -> list[str]:
-    """Return the names of the parameters of `forward`, without variadic ones."""
+def _parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
+    """Return the parameters of `forward` by name, without variadic ones."""
     try:
-        parameters = inspect.signature(model.forward).parameters.values()
+        parameters = inspect.signature(model.forward).parameters
     except (TypeError, ValueError):
-        return []
+        return {}
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [parameter.name for parameter in parameters if parameter.kind not in variadic]
+    return {name: parameter for name, parameter in parameters.items() if parameter.kind not in variadic}
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    return parameter.default is inspect.Parameter.empty
 
 
 class _InputFactory:

@@ -7,12 +7,13 @@ import functools
 from types import MethodType
 from typing import Any, Self
 
-from torch import nn
+from torch import Tensor, nn
 
 from microtome.engine.argument_names import named_arguments
 from microtome.engine.pytree import as_state
 from microtome.engine.selectors import unwrap_model
-from microtome.errors import Unsupported
+from microtome.engine.session import keep_patched
+from microtome.errors import BadInputs, Unsupported
 from microtome.inputs import Inputs
 from microtome.split.analysis.call_arguments import state_objects_in
 from microtome.split.state.contents import kind_of
@@ -69,15 +70,27 @@ def generate(model: nn.Module, session: StageSession, args: tuple[Any, ...], kwa
             "run its steps with session()"
         )
     generator: Any = _with_forward(unwrap_model(model), session)
-    if hasattr(generator, "generation_config"):  # with a static cache on a GPU, transformers would compile the forward
+    if hasattr(generator, "generation_config"):
+        _check_tokens(args[0] if args else kwargs.get("inputs", kwargs.get("input_ids")))
+        # With a static cache on a GPU, transformers would compile the forward.
         kwargs = {"disable_compile": True, **kwargs}
-    output = generator.generate(*args, **kwargs)
+    with keep_patched():
+        output = generator.generate(*args, **kwargs)
     if not session.num_steps:
         raise Unsupported(
             f"the `generate` of a {type(model).__name__} ran no step: expected one new token or more; if it wraps "
             "another model, split that one"
         )
     return output
+
+
+def _check_tokens(tokens: Any) -> None:
+    """Raise if the first argument of the `generate` of transformers is no tensor."""
+    if tokens is not None and not isinstance(tokens, Tensor):
+        raise BadInputs(
+            f"expected a tensor of token ids, got {type(tokens).__name__} {tokens!r:.80}: tokenize a text, and pass "
+            "numbers as torch.tensor([[1, 2]])"
+        )
 
 
 def _with_forward(model: nn.Module, session: StageSession) -> nn.Module:
