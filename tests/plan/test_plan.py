@@ -492,3 +492,12 @@ def test_invalid_options_raise_before_codecs_are_measured(
     with pytest.raises(BadQuery):
         planned(costs=None, **options)
     assert not measured
+
+
+def test_candidates_of_a_chain_that_cut_at_the_same_place_are_told_apart() -> None:
+    cuts = synthetic.cuts([4000, 400, 40])
+    devices = dict.fromkeys(("a", "b", "c"), synthetic.profile([0.1, 2.0, 4.0]))
+    link = mt.Link("8Kbps")
+    plan = mt.plan(cuts, devices=devices, links=[link, link], costs=synthetic.costs(cuts), codec=["raw"])
+    # Devices are equally fast, so that the fewest bytes are best: those after the last layer.
+    assert [candidate.name for candidate in plan if not candidate.is_baseline] == ["l2 to b", "l2 to c"]

@@ -222,3 +222,10 @@ def test_the_chart_draws_the_objective() -> None:
     energy = str(planned(objective="energy"))
     assert "energy, in execution order\n" in energy
     assert "latency, in execution order" not in energy
+
+
+def test_the_whole_model_on_a_device_that_it_does_not_fit_is_marked_so() -> None:
+    # The parameters of 3 layers are 300 bytes.
+    notes = describe(planned(limits={"edge": "250B"})).notes_with()
+    (beside,) = (note for note in notes if "relative to the winner" in note)
+    assert beside == "latency relative to the winner: all on cloud, raw input 1.35×, all on edge 4.24× (does not fit)"  # noqa: RUF001

@@ -167,7 +167,11 @@ class DeviceChain:
         if all(crossing.point == 0 for crossing in placement):
             codec = placement[0].codec
             return f"all on {last}, {'raw input' if codec == 'raw' else f'input by {codec}'}"
+        # A cut that several links have in common is named once, with the last device that receives it.
+        receivers = {crossing: device.name for crossing, device in zip(placement, self.devices[1:], strict=False)}
+        is_chain = len(self.devices) > 2
         return ", ".join(
             f"{self.points[point].at or 'input'}{'' if codec == 'raw' else f' by {codec}'}"
-            for point, codec in dict.fromkeys(placement)
+            f"{f' to {receiver}' if is_chain else ''}"
+            for (point, codec), receiver in receivers.items()
         )
