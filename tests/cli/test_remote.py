@@ -6,8 +6,10 @@ import csv
 import io
 import json
 import re
+import threading
 import warnings
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,24 @@ def test_ping_says_who_answers_and_how_fast_the_way_is(server: Server) -> None:
     assert re.search(r"bandwidth +\S+ [MG]bps up / \S+ [MG]bps down", output)
     assert f"{len(server.served.cuts)}: " in output
     assert max(map(len, output.splitlines())) <= 80
+
+
+def test_ping_of_a_port_of_another_program_names_it() -> None:
+    class Quiet(BaseHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Quiet) as other:
+        thread = threading.Thread(target=other.serve_forever)
+        thread.start()
+        result = call("ping", f"127.0.0.1:{other.server_port}")
+        other.shutdown()
+        thread.join()
+    assert result.exit_code == 2
+    assert (
+        "cannot be reached: another program listens there, which does not use gRPC. Is the port right?" in result.output
+    )
+    assert "HTTP/2" not in result.output
 
 
 def test_ping_writes_json(server: Server, tmp_path: Path) -> None:

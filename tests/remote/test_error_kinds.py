@@ -43,6 +43,10 @@ class Failed(grpc.RpcError):  # type: ignore[misc]
             f"{NO_CONNECTION}Socket closed",
             "it closes the connection during the handshake. If it uses TLS, add --ca or ",
         ),
+        (
+            f"{NO_CONNECTION}Failed parsing HTTP/2 (Expected SETTINGS frame as the first frame, got frame type 79)",
+            "another program listens there, which does not use gRPC. Is the port right?",
+        ),
         ("Socket closed", "Socket closed"),  # of a connection that was open
         ("Tls handshake failed: WRONG_VERSION_NUMBER", "Tls handshake failed: WRONG_VERSION_NUMBER"),  # not with TLS
     ],

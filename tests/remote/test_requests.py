@@ -71,3 +71,11 @@ def test_it_is_read_from_json_as_it_was(tmp_path: Path) -> None:
     data = json.loads((tmp_path / "run.json").read_text())
     assert data["summary"]["seconds"]["tail"] == {"median": 0.002, "p95": 0.002}
     assert "began" not in data["requests"][0]
+
+
+def test_requests_that_were_never_encoded_have_no_time_to_encode() -> None:
+    sent = RequestRecord("a", encode_s=0.002, total_s=0.01, sent_bytes=100, attempts=1)
+    down = RequestRecord("a", where="edge", head_s=0.003, tail_s=0.5, total_s=0.6, reason="connection refused")
+    log = RequestLog("Net", "host:7070", "cpu", 1, 1.0, 4, (sent, down, down, down))
+    assert log.phases()["encode"] == (0.002, 0.002)
+    assert RequestLog("Net", "host:7070", "cpu", 1, 1.0, 1, (down,)).phases()["encode"] is None

@@ -29,6 +29,7 @@ _FINAL = {
 #: What gRPC puts before the reason why no connection was made.
 _NO_CONNECTION = re.compile(r"failed to connect to all addresses; last error: \w+: \S+: ")
 _CONNECTION_REFUSED = "Connection refused"
+_NOT_GRPC = "Failed parsing HTTP/2"
 _UNVERIFIED = re.compile(r"CERTIFICATE_VERIFY_FAILED: ([^:]+)")
 
 #: The most characters of an error message that are sent, and shown.
@@ -123,8 +124,9 @@ def from_rpc(error: grpc.RpcError, server: str, security: Security, too_large: s
 
 
 def is_connection_refused(error: grpc.RpcError) -> bool:
-    """Whether the host is there and nothing listens on the port."""
-    return _CONNECTION_REFUSED in str(error.details())
+    """Whether the host is there, and nothing listens on the port, or another program does."""
+    details = str(error.details())
+    return _CONNECTION_REFUSED in details or _NOT_GRPC in details
 
 
 def _tls_failure(details: str) -> str:
@@ -145,6 +147,8 @@ def _no_connection(details: str, security: Security) -> str:
     """Return why there is no connection, without the words that gRPC puts around the reason."""
     if _CONNECTION_REFUSED in details:
         return "connection refused: nothing listens there. Is the server running, and is the port right?"
+    if _NOT_GRPC in details:
+        return "another program listens there, which does not use gRPC. Is the port right?"
     if "Domain name not found" in details or "DNS resolution failed" in details:
         return "the name of the host was not found"
     if _NO_CONNECTION.match(details) is None or not ("Socket closed" in details or "Connection reset" in details):
