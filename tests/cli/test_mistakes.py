@@ -90,6 +90,8 @@ MISTAKES = [
     # -- files
     ("profile zoo:tiny-vit --json none/p.json", r"cannot write 'none/p.json': .*: create the folder 'none' first"),
     ("report p.json -o none/page.html", r"cannot write 'none/page.html': .*: create the folder 'none' first"),
+    ("report p.json --html page.html", r"No such option '--html'\. .* write it with -o FILE"),
+    ("report p.json -o page.html --htm x", r"No such option:? '?--htm'?"),
     ("split zoo:tiny-vit --at blocks.0 --to p.json", r"Invalid value for '--to': .* 'p.json' is a file"),
     ("diff p.json missing.json", r"cannot read 'missing.json': No such file or directory"),
     ("diff p.json text.json", r"'text.json' is not JSON"),

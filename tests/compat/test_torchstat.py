@@ -709,3 +709,11 @@ def test_the_statistics_of_a_module_cannot_be_changed() -> None:
     conv = ModelHook(nn.Sequential(nn.Conv2d(3, 4, 1)), (3, 8, 8)).retrieve_leaf_modules()["0"]
     with pytest.raises(FrozenInstanceError):
         conv.MAdd = 0  # type: ignore[misc]
+
+
+def test_the_sizes_of_a_batch_are_named_if_the_model_fails_on_them() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3))
+    with pytest.raises(RuntimeError) as caught:
+        stat(net, (1, 3, 8, 8))
+    note = "expected the sizes of one image without the batch, such as (3, 8, 8), got input_size (1, 3, 8, 8)"
+    assert note in caught.value.__notes__

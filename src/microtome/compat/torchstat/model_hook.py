@@ -5,7 +5,8 @@ from __future__ import annotations
 import operator
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -87,7 +88,7 @@ class ModelHook:
             # On meta tensors nothing is computed, so there are no times to measure.
             first: list[Probe] = [counter, BackupProbe(backups)]
             for probes in (first,) if clock.device.type == "meta" else (first, [clock]):
-                with Session(model, probes, other_threads="ignore"):
+                with _name_batch(input_size), Session(model, probes, other_threads="ignore"):
                     inputs.run(model)
         counter.warn()
         #: The statistics of every module, by path; that of the root is `""`.
@@ -110,6 +111,18 @@ def _random_image(model: nn.Module, input_size: Any) -> Inputs:
             f"{input_size!r}"
         )
     return Inputs(*Inputs.of((1, *sizes), model).args)  # as tensors: no error need explain the shape
+
+
+@contextmanager
+def _name_batch(input_size: Sequence[int]) -> Iterator[None]:
+    """Note on an error of the model that sizes which look like a batch of one image are those of an image."""
+    try:
+        yield
+    except Exception as error:
+        if len(input_size) > 3 and input_size[0] == 1:
+            expected = "expected the sizes of one image without the batch"
+            error.add_note(f"{expected}, such as {tuple(input_size[1:])}, got input_size {tuple(input_size)}")
+        raise
 
 
 def _count_parameters(model: nn.Module, stats: dict[str, ModuleStat]) -> None:
