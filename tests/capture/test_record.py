@@ -84,6 +84,32 @@ def test_two_recorders_on_one_folder_are_refused(tmp_path: Path) -> None:
             pass
 
 
+def test_a_limit_counts_objects_in_memory_and_values_in_a_folder(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    kept = []
+    for folder in (None, tmp_path / "acts"):
+        with mt.record(model, "", to=folder, limit=4096) as rec, torch.no_grad():
+            for _ in range(300):
+                model(torch.ones(1, 4))
+        kept.append(300 - rec.dropped)
+    # Of 16 bytes each, and of 1 KiB more in memory.
+    assert kept == [4096 // (1024 + 16), 4096 // 16]
+
+
+@pytest.mark.parametrize(
+    ("shape", "reduced"),
+    [((2, 5, 3), (2, 3)), ((2, 3, 4, 4), (2, 3)), ((2, 3, 4, 4, 4), (2, 3)), ((2, 3), (2, 3))],
+)
+@pytest.mark.parametrize("reduce", ["mean", "max"])
+def test_positions_are_reduced_by_the_number_of_dimensions(
+    reduce: Any, shape: tuple[int, ...], reduced: tuple[int, ...]
+) -> None:
+    model = nn.Identity()
+    with mt.record(model, "", reduce=reduce) as rec:
+        model(torch.ones(shape))
+    assert rec[""][0].shape == reduced
+
+
 def test_memory_never_grows_past_its_limit() -> None:
     model, x = chain(), torch.rand(8, 3)
     with mt.record(model, "0", limit=10_000) as rec:

@@ -186,6 +186,37 @@ def test_the_fast_path_stays_off_for_those_who_had_it_off() -> None:
         torch.backends.mha.set_fastpath_enabled(True)
 
 
+class OpCalls(mt.Probe):
+    """Observes operators alone, and collects those of the backward with their calls."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[str, str | None]] = []
+
+    def op(self, where: Any, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        if where.phase == "backward":
+            self.found.append((func.overloadpacket.__name__, None if where.call is None else where.call.address))
+
+
+def test_operators_of_a_backward_have_the_call_that_it_is_of() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    probe = OpCalls()
+    with mt.Session(model, [probe]):
+        model(torch.ones(3, 4)).sum().backward()
+    products = [call for name, call in probe.found if name == "mm"]
+    # Of the second layer the gradients of its input and of its weight, of the first only that of its weight.
+    assert products == ["2", "2", "0"]
+    assert ("threshold_backward", "1") in probe.found
+    assert ("expand", None) in probe.found  # of the sum, which is outside the model
+
+
+def test_a_session_can_leave_backwards_unattributed() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    probe = OpCalls()
+    with mt.Session(model, [probe], backward=False):
+        model(torch.ones(3, 4)).sum().backward()
+    assert {call for _, call in probe.found} == {None}
+
+
 class TestCompiled:
     """Compiled code calls no hooks that it was compiled without; in a session it runs as Python."""
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import microtome as mt
 from microtome import zoo
 from microtome.errors import BadFile, BadInputs, BadQuery, NoMatch, NotInstalled, Unsupported
-from microtome.results.metrics import Amounts
+from microtome.results.metrics import METRICS, Amounts
 from microtome.results.rows import AMOUNTS
 
 
@@ -142,6 +142,17 @@ def test_the_backward_and_the_bytes_saved_for_it() -> None:
     assert [p[str(at)].saved_bytes for at in range(3)] == [0, 6 * 4 * 4, 0]
     forward = mt.profile(model, "6x5")
     assert (forward.total.backward_flops, forward.total.saved_bytes) == (None, None)
+
+
+def test_saved_bytes_are_those_of_the_call_that_computed_them() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.GELU())
+    p = mt.profile(model, "4x3x16x16", backward=True)
+    # The GELU saves its input, 4 x 3 x 16 x 16 floats, which the batch norm computed. That saves the model's input,
+    # which is not counted, and the mean and the deviation of 3 channels.
+    assert [row.saved_bytes for row in p] == [12288 + 24, 12288 + 24, 0, 0]
+    description = METRICS["saved_bytes"].description
+    assert "at the call that computed them" in description
+    assert "inputs and weights of the model are not counted" in description
 
 
 def test_checkpointing_computes_again_and_keeps_less() -> None:

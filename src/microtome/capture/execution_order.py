@@ -78,7 +78,7 @@ def _find_order(model: nn.Module, inputs: Inputs, fast_paths: bool) -> tuple[str
         try:
             with (
                 substitute_tensors(model, inputs, mode) as stand_ins,
-                Session(model, [ends], fast_paths=fast_paths, other_threads="refuse"),
+                Session(model, [ends], backward=False, fast_paths=fast_paths, other_threads="refuse"),
             ):
                 before = _random_states()
                 stand_ins.run(model)

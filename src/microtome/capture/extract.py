@@ -81,6 +81,7 @@ def extract(
         model,
         [capture] if capture.copy_on_write is None else [capture.copy_on_write, capture],
         capture.stops,
+        backward=False,
         composite=COMPOSITE_FORMULAS if targets.owners else (),
         fast_paths=targets.fast_paths,
         other_threads="ignore",

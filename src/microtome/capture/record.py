@@ -63,8 +63,8 @@ class ActivationRecorder(SignalSafe[Any], Mapping[str, Series]):
         rows: With `attention`, the queries: indices, `"cls"` or `"last"`.
         reduce: Applied to each output: `"mean"` over positions, `"max"`, `"cls"`, `"last"`, or a function.
         to: A folder to write to; None: record in memory.
-        limit: The maximum bytes to keep, or a string such as `"4GB"`. In memory the oldest are dropped first; on disk
-            the rest is counted and not kept.
+        limit: The maximum bytes to keep, or a string such as `"4GB"`. In memory the oldest are dropped first, and each
+            tensor counts 1 KiB more than its values; on disk the rest is counted and not kept.
         last: In memory, keep this many of each name.
         append: Continue the recording in the folder.
         keep: `"stats"` keeps running statistics only.

@@ -55,6 +55,10 @@ class ProbeMethods(NamedTuple):
         return cls(**methods)
 
     @property
+    def observe_ops(self) -> bool:
+        return bool(self.op or self.op_begins)
+
+    @property
     def observe_backward(self) -> bool:
         return bool(self.enter_backward or self.exit_backward or self.backward_moves)
 

@@ -19,7 +19,8 @@ class Where(NamedTuple):
     """The context in which an operator runs.
 
     Attributes:
-        call: The call whose forward or backward runs it; None outside any.
+        call: The call whose forward or backward runs it; None outside any, such as in the backward of a loss, and in
+            every backward of a session with `backward=False`.
         function: The public function of torch that the code called; None in a session without composite operators.
         autocast: Whether that function was called under autocast.
         composite: For a composite operator that has run: this run of it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Collection, Container, Iterable
+from collections.abc import Collection, Container, Iterable, Iterator
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -32,7 +32,7 @@ from microtome.engine.module_calls import AnyCall, chain
 from microtome.engine.module_index import ModelIndex, ModuleIndex, ProcessIndex
 from microtome.engine.probes import Probe
 from microtome.engine.selectors import Selector, check_model, select
-from microtome.engine.signals import Modes, SignalSafe, deliver_signals, pending_signals
+from microtome.engine.signals import Modes, SignalSafe, deliver_signals, pending_signals, signal_safe
 from microtome.engine.thread_stacks import is_in_module_call
 from microtome.engine.threads import Thread, Threads
 from microtome.engine.torch_internals import current_graph_task, next_sequence_number
@@ -40,6 +40,19 @@ from microtome.errors import MicrotomeError, SessionError, Unsupported
 
 #: The beginnings of notes that name the call in which an exception was raised.
 _FAILED_CALL = "in the call ", "in the model itself ", "raised by an intervention at "
+
+
+@signal_safe
+def keep_patched() -> Iterator[None]:
+    """Keep `nn.Module` patched between the sessions of the block.
+
+    Each change of the class makes Python look up the attributes of all its subclasses anew.
+    """
+    chain.hold()
+    try:
+        yield
+    finally:
+        chain.release()
 
 
 class Session(SignalSafe[Any]):
@@ -54,7 +67,8 @@ class Session(SignalSafe[Any]):
         interventions: Changes of the run; they need a model.
         at: Selector of the modules to observe; the others run as without a session, and except for the root, whose
             call is the run, they are in no stack of calls. None: all.
-        backward: Attribute backwards to calls. Implied by probes that observe the backward.
+        backward: Attribute backwards to calls. By default, if a probe observes operators or the backward. False: a
+            forward costs less, `Where.call` is None in a backward, and the backward of calls is not observed.
         composite: Functions of torch that are reported as one operator instead of the operators inside.
         fast_paths: Allow TransformerEncoderLayer and MultiheadAttention to run as one fused operator, as they do
             without a session, and so without the calls inside them.
@@ -79,7 +93,7 @@ class Session(SignalSafe[Any]):
         interventions: Iterable[Intervention] = (),
         *,
         at: Selector | None = None,
-        backward: bool = False,
+        backward: bool | None = None,
         composite: Collection[Function] = (),
         fast_paths: bool = False,
         other_threads: Literal["observe", "ignore", "refuse"] = "observe",
@@ -103,7 +117,8 @@ class Session(SignalSafe[Any]):
         self._interventions = InterventionTable(interventions)
         self._replace_op = [one.by for one in interventions if isinstance(one, ReplaceOp)]
         # A composite operator is reported as one in its backward too, which a forward may run.
-        self._backward = backward or bool(self._probes.observe_backward or composite)
+        is_observed = self._probes.observe_backward or self._probes.observe_ops
+        self._backward = bool(composite) or (is_observed if backward is None else backward)
         self._composite = frozenset(composite)
         self._ops: OpDispatcher | None = None
         self._open: ExitStack | None = None
@@ -130,7 +145,7 @@ class Session(SignalSafe[Any]):
             stack.push(Modes().restore_after)
             if self._ops is not None:
                 self._ops.open(stack)
-            stack.push(Modes().restore_after)
+                stack.push(Modes().restore_after)
             self._open = stack.pop_all()
         return self
 

@@ -223,7 +223,10 @@ class Amounts:
         column="energy", share="energy_share", interval="energy_spread", diff="energy", **_PER_LAYER)
     net_energy_j: float | None = _measured(
         "net energy", "joules", "joules of a pass above what is drawn when nothing runs", ENERGY, column="net_energy")
-    saved_bytes: int | None = _measured("saved", "bytes", "bytes that the forward keeps for the backward", BACKWARD)
+    saved_bytes: int | None = _measured(
+        "saved", "bytes",
+        "bytes that the forward keeps for the backward, at the call that computed them, whichever call saves them; "
+        "inputs and weights of the model are not counted", BACKWARD)
     read_bytes: int = _field(
         "read", "bytes", "bytes that operators read; a view reads nothing", known_of="ops", shown="file")
     write_bytes: int = _field(
