@@ -66,6 +66,9 @@ class CallbackChain:
         self._lock = threading.RLock()
         self._open: list[Interceptor] = []
         self._undo: list[Callable[[], object]] = []
+        self._slot: _CallSlot | None = None  # that is installed
+        self._original: Any = None  # what was there before it
+        self._holds = 0
         self._eager = False
         self._fast_paths_disabled = False
         self._backward: AnyCall = vars(torch.autograd)[RUN_BACKWARD]
@@ -78,7 +81,7 @@ class CallbackChain:
             if not self._open:
                 self._backward = vars(torch.autograd)[RUN_BACKWARD]
                 self._undo.append(partial(setattr, torch.autograd, RUN_BACKWARD, self._backward))
-                self._undo.append(partial(_uninstall, _original_attribute()))
+                self._undo.append(self._uninstall)
             self._open.append(session)
             self._rebuild()
 
@@ -95,6 +98,33 @@ class CallbackChain:
             if may_have_missed_calls:
                 self._warn_of_compiled_code()
 
+    def hold(self) -> None:
+        """Keep the attribute of `nn.Module` installed until `release`, also while no session is open."""
+        with self._lock:
+            self._holds += 1
+            if _original_attribute() is None:  # else other code has patched it: calls go there between sessions
+                self._install()
+
+    def release(self) -> None:
+        with self._lock:
+            self._holds -= 1
+            if not self._open:
+                self._uninstall()
+
+    def _install(self) -> _CallSlot:
+        if self._slot is None:
+            self._original, self._slot = _original_attribute(), _CallSlot()
+            setattr(nn.Module, MODULE_CALL, self._slot)
+        return self._slot
+
+    def _uninstall(self) -> None:
+        if self._slot is None:
+            return
+        self._slot.target = None, ()
+        if not self._holds or self._original is not None:
+            _uninstall(self._original)
+            self._slot = None
+
     def run_untracked_backward(self, *args: Any, **kwargs: Any) -> Any:
         """Run autograd's engine past the open sessions."""
         return self._backward(*args, **kwargs)
@@ -109,8 +139,7 @@ class CallbackChain:
         for session in innermost_first:
             if session.replaces_inputs:
                 call = session.wrap_call(call)
-        assert call is not None
-        setattr(nn.Module, MODULE_CALL, _CallSlot(call, self._open[0].ignored if len(self._open) == 1 else ()))
+        self._install().target = call, self._open[0].ignored if len(self._open) == 1 else ()
         setattr(torch.autograd, RUN_BACKWARD, backward)
 
     def _disable_fast_paths(self) -> None:
@@ -147,17 +176,24 @@ class CallbackChain:
 
 
 class _CallSlot:
-    """Overrides `_compiled_call_impl` of every module; values that instances store under that name stay hidden."""
+    """Overrides `_compiled_call_impl` of every module; values that instances store under that name stay hidden.
 
-    def __init__(self, call: AnyCall, ignored: Container[int]) -> None:
-        self._call = call
-        self._ignored = ignored
+    Attributes:
+        target: The outermost session's `call_module`, None while no session is open; and the ids of modules that no
+            session observes.
+    """
+
+    def __init__(self) -> None:
+        self.target: tuple[AnyCall | None, Container[int]] = None, ()
 
     def __get__(self, module: nn.Module | None, kind: type) -> AnyCall | None:
         if module is None:
             return None
+        call, ignored = self.target
+        if call is None:
+            return module.__dict__.get(MODULE_CALL) or module._call_impl
         # Faster than through the sessions, for modules that none of them observes.
-        return module._call_impl if id(module) in self._ignored else MethodType(self._call, module)
+        return module._call_impl if id(module) in ignored else MethodType(call, module)
 
     def __set__(self, module: nn.Module, value: Any) -> None:
         module.__dict__[MODULE_CALL] = value
@@ -173,9 +209,6 @@ class _PassThrough(_CallSlot):
     The first read returns what torch expects, so that no further thread comes to depend on it, and the second a
     callable. Each read tries to remove it.
     """
-
-    def __init__(self) -> None:
-        super().__init__(nn.Module._call_impl, ())
 
     def __get__(self, module: nn.Module | None, kind: type) -> AnyCall | None:
         caller = sys._getframe(1)

@@ -19,7 +19,7 @@ from microtome.engine.torch_internals import MODULE_CALL
 from microtome.errors import BadSelector, NoMatch, Unsupported
 
 #: A module, and the names and ids of its children when it was last scanned.
-_ScannedModule = tuple[weakref.ref[nn.Module], tuple[tuple[str, ...], tuple[int, ...]]]
+_ScannedModule = tuple[weakref.ref[nn.Module], list[str], list[int]]
 
 
 class ModuleIndex(ABC):
@@ -78,20 +78,27 @@ class ModuleIndex(ABC):
             keys = {id(module): None}  # an ordered set
             pending = [id(module)]
             while pending:
-                _, (_, children) = self._scanned[pending.pop()]
+                _, _, children = self._scanned[pending.pop()]
                 fresh = [child for child in children if child in self._scanned and child not in keys]
                 keys.update(dict.fromkeys(fresh))
                 pending.extend(fresh)
             # A module without children can get one only through torch's own functions, which call `on_registration`.
-            subtree = self._subtrees[id(module)] = [self._scanned[key] for key in keys if self._scanned[key][1][0]]
-        return any((parent := ref()) is None or _children(parent) != before for ref, before in subtree)
+            subtree = self._subtrees[id(module)] = [self._scanned[key] for key in keys if self._scanned[key][1]]
+        for ref, names, ids in subtree:
+            parent = ref()
+            modules = {} if parent is None else parent._modules
+            if list(modules) != names or list(map(id, modules.values())) != ids:
+                return True
+        return False
 
     def _add(self, path: str, module: nn.Module) -> None:
         remove = _remover(id(module), self.by_id, self._scanned, self._subtrees)
         self.by_id[id(module)] = ModuleEntry(path, module, remove)
 
     def _mark_scanned(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        self._scanned.update((id(module), (weakref.ref(module), _children(module))) for _, module in modules)
+        for _, module in modules:
+            children = module._modules
+            self._scanned[id(module)] = weakref.ref(module), list(children), list(map(id, children.values()))
         self.version += 1
         self._is_stale = False
         self._subtrees.clear()
@@ -261,11 +268,6 @@ def _remover(key: int, *dicts: dict[int, Any]) -> Callable[[object], None]:
 
 def _root(path: str) -> str:
     return path.partition(".")[0]
-
-
-def _children(module: nn.Module) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    modules = module._modules
-    return tuple(modules), tuple(map(id, modules.values()))
 
 
 def _is_replica(module: nn.Module) -> bool:

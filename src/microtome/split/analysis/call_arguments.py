@@ -40,8 +40,11 @@ class CallArguments(NamedTuple):
 
     def mutated_tensors(self) -> Iterator[int]:
         """The tensors written to since, as indices; none under inference mode, where torch has no version counters."""
-        pairs = zip(self.tensors, self.versions, strict=True)
-        return (index for index, (tensor, version) in enumerate(pairs) if version_of(tensor) != version)
+        versions = list(map(version_of, self.tensors))
+        if versions == self.versions:
+            return iter(())
+        pairs = zip(versions, self.versions, strict=True)
+        return (index for index, (version, before) in enumerate(pairs) if version != before)
 
     def mutated_containers(self) -> Iterator[int]:
         """The containers whose contents changed since, as indices."""

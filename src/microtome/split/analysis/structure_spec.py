@@ -316,7 +316,7 @@ def check_structure(name: str, expected: StructureSpec, got: StructureSpec, *, i
         name: The name of the value, for the message.
         is_call: Whether it is the arguments of a call: a tuple of those by position and a dict of those by name.
     """
-    if expected.text != got.text:
+    if expected is not got and expected.text != got.text:
         write = _write_arguments if is_call else _write
         raise BadInputs(
             f"{name}: expected {write(expected.template)}, as on the example, got {write(got.template)}. Split the "

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from microtome.engine.pytree import is_state, tensor_occurrences
-from microtome.engine.torch_internals import version_of
+from microtome.engine.torch_internals import DisableTorchFunction, version_of
 from microtome.split.analysis.call_arguments import CallArguments, record_arguments, state_objects_in
 from microtome.split.analysis.signature import Arguments, describe, describe_tensor, digest_of_call
 
@@ -63,9 +63,9 @@ class ArgumentLayout:
         plain = self._example.plain if self._strings else [values[at] for at in self._plain]
         if self._strings:  # which are described in other words, such as devices
             plain = [one if type(values[at]) is str else values[at] for at, one in zip(self._plain, plain, strict=True)]
-        return Arguments(
-            self._example.structure, plain, [describe_tensor(values[at]) for at in self._described_tensors]
-        )
+        with DisableTorchFunction():  # else reading the shape of a placeholder calls Python code
+            tensors = [describe_tensor(values[at]) for at in self._described_tensors]
+        return Arguments(self._example.structure, plain, tensors)
 
     def tensors(self, values: list[Any]) -> list[Tensor]:
         return [values[at] for at in self._tensors]

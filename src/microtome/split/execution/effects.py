@@ -17,15 +17,15 @@ def check_effects(call: SkippedCall, arguments: CallArguments, outputs: list[Ten
     """Raise if a skipped call's mutation or aliasing differs from the example run."""
     difference = _find_mutation(call, arguments)
     tensors = arguments.tensors
-    if any(_shares_memory(outputs[at], tensors[of : of + 1]) is False for at, of in call.argument_views.items()):
-        difference = "returns no view of an argument"
-    if any(
-        call.aliased_arguments[index] is not None and not _is_example_alias(call, index, outputs[index], tensors)
-        for index in call.sent_outputs
-    ):
-        difference = "returns a different tensor than an argument"
-    if any(_shares_memory(outputs[index], tensors) for index in call.unaliased_outputs):
-        difference = "returns an argument, or a view of one"
+    for index, argument in call.argument_views.items():
+        if _shares_memory(outputs[index], tensors[argument : argument + 1]) is False:
+            difference = "returns no view of an argument"
+    for index in call.sent_outputs:
+        if call.aliased_arguments[index] is not None and not _is_example_alias(call, index, outputs[index], tensors):
+            difference = "returns a different tensor than an argument"
+    for index in call.unaliased_outputs:
+        if _shares_memory(outputs[index], tensors):
+            difference = "returns an argument, or a view of one"
     if difference is not None:
         raise differs_from_example(f"{call.address!r} {difference}, before the cut")
 
@@ -35,13 +35,14 @@ def _find_mutation(call: SkippedCall, arguments: CallArguments) -> str | None:
     difference = None
     if call.mutated_containers and call.mutated_containers[-1] >= len(arguments.containers):
         difference = "has fewer lists and dicts among its arguments"
-    for index in arguments.mutated_containers():
+    for index in arguments.mutated_containers() if arguments.containers else ():
         if index not in call.mutated_containers:
             difference = f"mutates a {type(arguments.containers[index]).__name__} among its arguments"
-    for item in arguments.mutated_objects():
+    for item in arguments.mutated_objects() if arguments.objects else ():
         difference = f"mutates a {type(item).__name__} among its arguments"
-    if any(index not in call.mutated_arguments for index in arguments.mutated_tensors()):
-        difference = "writes to a tensor among its arguments"
+    for index in arguments.mutated_tensors():
+        if index not in call.mutated_arguments:
+            difference = "writes to a tensor among its arguments"
     return difference
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,7 @@ from microtome.split.boundary.schema import (
     SentItem,
     SentTensor,
     SkippedCallRecord,
+    StateChange,
     StorageView,
     WrittenArgument,
 )
@@ -54,7 +56,7 @@ from microtome.split.execution.schedule import (
     SkippedCall,
     differs_from_example,
 )
-from microtome.split.state.contents import changed_paths, find_changes, part_at, to_path
+from microtome.split.state.contents import MISSING, changed_paths, describe_change, parts_at, removed_change, to_path
 from microtome.split.state.snapshot import Path, StatePart, StateSnapshot, digest_of_snapshots, format_path
 from microtome.split.state.stage_state import StageState
 
@@ -78,7 +80,7 @@ class _OpenCall(NamedTuple):
     scheduled: SkippedCall
     arguments: CallArguments
     signature: CallSignature
-    parts: list[dict[Path, StatePart]]
+    parts: list[list[StatePart]]
 
 
 class BoundaryRecorder:
@@ -155,29 +157,21 @@ class BoundaryRecorder:
             return
         scheduled, arguments, signature, parts = opened
         spec, outputs, plain = flatten(output, (args, kwargs))
-        check_structure(f"output of {scheduled.address!r}", scheduled.output, spec)
+        if spec is not scheduled.output:
+            check_structure(f"output of {scheduled.address!r}", scheduled.output, spec)
         if not is_replayed:
             check_effects(scheduled, arguments, outputs)
         tensors = arguments.tensors  # as they were passed, whatever the containers among the arguments hold now
+        described = self._describe_outputs(scheduled, outputs, tensors)
+        written = [WrittenArgument(at, self._send(sent, tensors[at])) for at, sent in scheduled.sent_arguments.items()]
+        containers = [
+            _describe_container(scheduled, arguments.containers[index], outputs, tensors)
+            for index in scheduled.mutated_containers
+        ]
+        after = _scheduled_parts(scheduled, arguments)
+        states = [tuple(_describe_changes(*one)) for one in zip(scheduled.state_paths, parts, after, strict=True)]
         self._calls.append(
-            SkippedCallRecord(
-                signature,
-                self._describe_outputs(scheduled, outputs, tensors),
-                plain,
-                tuple(
-                    WrittenArgument(at, self._send(sent, tensors[at])) for at, sent in scheduled.sent_arguments.items()
-                ),
-                tuple(
-                    _describe_container(scheduled, arguments.containers[index], outputs, tensors)
-                    for index in scheduled.mutated_containers
-                ),
-                tuple(
-                    tuple(find_changes(before, after))
-                    for before, after in zip(parts, _scheduled_parts(scheduled, arguments), strict=True)
-                )
-                if parts
-                else (),
-            )
+            SkippedCallRecord(signature, described, plain, tuple(written), tuple(containers), tuple(states))
         )
         self._follower.exit()
 
@@ -231,6 +225,8 @@ class BoundaryRecorder:
     def _describe_outputs(
         self, call: SkippedCall, outputs: list[Tensor], arguments: list[Tensor]
     ) -> tuple[OutputItem, ...]:
+        if len(outputs) == 1:
+            return (self._describe_output(call, 0, outputs[0], arguments, [0]),)
         firsts = first_occurrences(outputs)
         return tuple(
             self._describe_output(call, index, tensor, arguments, firsts)
@@ -284,18 +280,27 @@ class BoundaryRecorder:
         return StorageView(name, list(tensor.shape), list(tensor.stride()), int(tensor.storage_offset()))
 
 
-def _scheduled_parts(call: SkippedCall, arguments: CallArguments) -> list[dict[Path, StatePart]]:
+def _scheduled_parts(call: SkippedCall, arguments: CallArguments) -> list[list[StatePart]]:
     """The parts of state objects that a call changes on the example, as they are now."""
     if len(call.state_paths) != len(arguments.state_objects):
         raise differs_from_example(f"{call.address!r} has {len(arguments.state_objects)} states among its arguments")
-    return [
-        {path: part for path in paths if (part := part_at(state, path)) is not None}
-        for state, paths in zip(arguments.state_objects, call.state_paths, strict=True)
-    ]
+    return [parts_at(*pair) for pair in zip(arguments.state_objects, call.state_path_groups, strict=True)]
+
+
+def _describe_changes(paths: Sequence[Path], before: list[StatePart], after: list[StatePart]) -> list[StateChange]:
+    """The changes of the parts of a state object that a call changes on the example."""
+    changed = [(path, now) for path, now, then in zip(paths, after, before, strict=True) if not then.is_same(now)]
+    described = [describe_change(path, part) for path, part in changed if part.value is not MISSING]
+    if len(described) == len(changed):
+        return described
+    gone = [path for path, part in changed if part.value is MISSING]
+    return described + [removed_change(path) for path in reversed(gone) if path[:-1] not in gone]
 
 
 def _choose_sent(sent: dict[int, SentValue], firsts: list[int], index: int, owner: str) -> SentValue | None:
     """Choose how a tensor crosses that occurs several times, perhaps not so on the example; None: it does not cross."""
+    if not sent:
+        return None
     chosen = [sent[other] for other, first in enumerate(firsts) if first == firsts[index] and other in sent]
     if len({(value.is_copied, value.is_storage) for value in chosen}) > 1:
         names = " and ".join(dict.fromkeys(repr(value.name) for value in chosen))

@@ -20,6 +20,7 @@ from microtome.split.boundary.size_bounds import ExampleBytes, example_bytes
 from microtome.split.cuts.crossing import Crossing, ValueLocation
 from microtome.split.cuts.cuts import location_name
 from microtome.split.execution.argument_reader import ArgumentReader
+from microtome.split.state.contents import PathGroups, group_paths
 from microtome.split.state.snapshot import Path
 
 _T = TypeVar("_T")
@@ -91,6 +92,11 @@ class SkippedCall:
     def key(self) -> str:
         """The module, and the structure of its output."""
         return f"{self.depth}|{self.path}|{self.output.text}"
+
+    @cached_property
+    def state_path_groups(self) -> tuple[PathGroups, ...]:
+        """The parts that it changes of each state object, by their holders."""
+        return tuple(map(group_paths, self.state_paths))
 
     @cached_property
     def reader(self) -> ArgumentReader:

@@ -7,7 +7,7 @@ numbers and flags are right in every stage, and values are where they were compu
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,13 +43,43 @@ from microtome.split.state.snapshot import (
     is_known_by_value,
 )
 
-_MISSING = object()
+#: The value of a part that a state lacks.
+MISSING: Any = object()
+
+
+#: The paths of several parts: the path of a holder, and the last steps of the paths of its parts.
+PathGroups = Sequence[tuple[Path, list[Any]]]
+
+
+def group_paths(paths: Iterable[Path]) -> PathGroups:
+    """Group paths by the holders of the parts, so that each of these is found once."""
+    groups: list[tuple[Path, list[Any]]] = []
+    for path in paths:
+        if not path or not groups or groups[-1][0] != path[:-1]:
+            groups.append((path[:-1], []))
+        groups[-1][1].extend(path[-1:])
+    return groups
+
+
+def parts_at(state: Any, groups: PathGroups) -> list[StatePart]:
+    """The parts at grouped paths; the value of a part that there is not is `MISSING`."""
+    values: list[Any] = []
+    for holder_path, steps in groups:
+        holder = _value_at(state, holder_path)
+        if not steps:
+            values.append(holder)
+        elif type(steps[0]) is str:
+            items = dict_of(holder)
+            values += [items.get(step, MISSING) for step in steps]
+        else:
+            values += [_value_at(holder, (step,)) for step in steps]
+    return list(map(StatePart.of, values))
 
 
 def part_at(state: Any, path: Path) -> StatePart | None:
     """The part at a path; None: there is none."""
     value = _value_at(state, path)
-    return None if value is _MISSING else StatePart.of(value)
+    return None if value is MISSING else StatePart.of(value)
 
 
 def _value_at(state: Any, path: Path) -> Any:
@@ -57,12 +87,12 @@ def _value_at(state: Any, path: Path) -> Any:
     for step in path:
         cls = type(step)
         if cls is str:
-            value = dict_of(value).get(step, _MISSING)
+            value = dict_of(value).get(step, MISSING)
         elif cls is int:
-            value = value[step] if isinstance(value, list) and 0 <= step < len(value) else _MISSING
+            value = value[step] if isinstance(value, list) and 0 <= step < len(value) else MISSING
         else:
-            value = value.get(step[0], _MISSING) if isinstance(value, dict) else _MISSING
-        if value is _MISSING:
+            value = value.get(step[0], MISSING) if isinstance(value, dict) else MISSING
+        if value is MISSING:
             break
     return value
 
@@ -84,7 +114,7 @@ def find_changes(
         if by_others or not isinstance(part.value, Placeholder)
     ]
     gone = [path for path in _removed(before, after) if not path or path[:-1] in after]
-    return changes + [StateChange(_to_steps(path), StateRemoved()) for path in reversed(gone)]
+    return changes + [removed_change(path) for path in reversed(gone)]
 
 
 def _removed(before: Mapping[Path, StatePart], after: Mapping[Path, StatePart]) -> list[Path]:
@@ -94,6 +124,11 @@ def _removed(before: Mapping[Path, StatePart], after: Mapping[Path, StatePart]) 
 def describe_change(path: Path, part: StatePart) -> StateChange:
     """Describe a part as it is now."""
     return StateChange(_to_steps(path), describe_part(part, path))
+
+
+def removed_change(path: Path) -> StateChange:
+    """Describe a part that is gone."""
+    return StateChange(_to_steps(path), StateRemoved())
 
 
 def changed_paths(before: StateSnapshot, after: StateSnapshot) -> tuple[Path, ...]:
@@ -131,11 +166,11 @@ def describe_part(part: StatePart, path: Path) -> StateItem:
 
 def to_path(steps: Iterable[StateStep]) -> Path:
     """The path of a change."""
-    return tuple(tuple(step) if isinstance(step, list) else step for step in steps)
+    return tuple([tuple(step) if type(step) is list else step for step in steps])
 
 
 def _to_steps(path: Path) -> list[StateStep]:
-    return [[step[0]] if isinstance(step, tuple) else step for step in path]
+    return [[step[0]] if type(step) is tuple else step for step in path]
 
 
 def _class_name(cls: type, path: Path) -> str:
@@ -172,16 +207,16 @@ def apply_changes(
         make_tensor: Makes what stands for a tensor.
         keeps_tensors: Keep the tensors that this object has values of: they are the stage's own.
     """
-    for change in changes:
-        path = to_path(change.path)
-        if keeps_tensors and _keeps(_value_at(state, path), change.item):
+    for steps, item in changes:
+        path = to_path(steps)
+        if keeps_tensors and _keeps(_value_at(state, path), item):
             continue
-        if isinstance(change.item, StateRemoved):
+        if isinstance(item, StateRemoved):
             _remove(state, path)
             continue
-        if isinstance(change.item, StateNode) and type(_value_at(state, path)).__name__ == change.item.name:
+        if isinstance(item, StateNode) and type(_value_at(state, path)).__name__ == item.name:
             continue  # a holder of the same kind: the parts that changed follow
-        value = _restore(change.item, path, device, make_tensor)
+        value = _restore(item, path, device, make_tensor)
         if path:
             set_part(state, path, value)
         else:
@@ -224,7 +259,7 @@ def _restore(
 def set_part(state: Any, path: Path, value: Any) -> None:
     """Set the part at a path, whose holder must exist."""
     holder, step = _value_at(state, path[:-1]), path[-1]
-    if isinstance(step, str) and holder is not _MISSING and type(holder).__dictoffset__:
+    if type(step) is str and holder is not MISSING and type(holder).__dictoffset__:
         dict_of(holder)[step] = value
     elif isinstance(step, int) and isinstance(holder, list) and 0 <= step <= len(holder):
         holder[step : step + 1] = [value]
@@ -238,7 +273,7 @@ def _remove(state: Any, path: Path) -> None:
     holder, step = _value_at(state, path[:-1]), path[-1]
     key = step[0] if isinstance(step, tuple) else step
     parts = dict_of(holder) if isinstance(step, str) else holder
-    if _value_at(state, path) is _MISSING:
+    if _value_at(state, path) is MISSING:
         raise BadBoundary(f"expected a part of the state to remove, got {format_path(path)}, which it lacks")
     del parts[key]
 

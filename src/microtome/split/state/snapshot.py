@@ -71,17 +71,6 @@ class _Holder(NamedTuple):
     items: Any
     keys: Any
 
-    def is_as_it_was(self, value: Any) -> bool:
-        """Whether this is the same object, with the same keys."""
-        if value is not self.value:
-            return False
-        items = self.items
-        if items is None:
-            return True
-        if type(items) is list:
-            return len(items) == self.keys
-        return list(items) == self.keys and (items is value or dict_of(value) is items)
-
 
 class StateLayout:
     """The structure of a state object: its parts in a fixed order, holders before what they hold.
@@ -89,13 +78,12 @@ class StateLayout:
     Attributes:
         paths: The path of each part.
         positions: The position of each path.
-        digests: What a digest has of each part; None for a leaf, whose value matters.
-        tensors: The positions of tensors.
+        tensors: The positions of tensors, without those of a subclass.
+        placeholders: The positions of tensors whose values another stage has.
     """
 
     def __init__(self, state: Any) -> None:
         self.paths: list[Path] = []
-        self.digests: list[str | None] = []
         self._types: list[type] = []
         self._look_ups: list[tuple[Any, Any]] = []  # the items of a holder, and the key of the part
         self._holders: list[_Holder] = []
@@ -103,20 +91,22 @@ class StateLayout:
         self._add(state, (), set())
         self.positions = {path: position for position, path in enumerate(self.paths)}
         self.tensors = [position for position, cls in enumerate(self._types) if cls is Tensor]
+        self.placeholders = [position for position, cls in enumerate(self._types) if issubclass(cls, Placeholder)]
+        self._all_tensors = [position for position, cls in enumerate(self._types) if issubclass(cls, Tensor)]
+        named = [holder.position for holder in self._holders if type(holder.value) is not tuple]
+        self._plain = sorted(set(range(len(self.paths))).difference(self._all_tensors, named))
+        self._text = f"{[_spell_holder(holder.value) for holder in self._holders]}{self._all_tensors}"
 
     def _add(self, value: Any, path: Path, visited: set[int]) -> None:
         cls, position = type(value), len(self.paths)
         self.paths.append(path)
         self._types.append(cls)
-        self.digests.append(None)
         if cls in LEAVES or isinstance(value, Tensor | type | nn.Module):
             return
         items = None if id(value) in visited else _items_of(value, path)
         visited.add(id(value))
         keys: Any = list(items) if isinstance(items, dict) else None if items is None else len(items)
         self._holders.append(_Holder(position, value, items, keys))
-        if cls is not tuple:
-            self.digests[position] = _spell_holder(value)
         if items is None:
             return
         for key in keys if isinstance(items, dict) else range(keys):
@@ -131,9 +121,24 @@ class StateLayout:
             return None
         if list(map(type, values)) != self._types:
             return None
-        if not all(holder.is_as_it_was(values[holder.position]) for holder in self._holders):
-            return None
+        for position, value, items, keys in self._holders:
+            if values[position] is not value:
+                return None
+            if items is None:
+                continue
+            if type(items) is list:
+                if len(items) != keys:
+                    return None
+            elif list(items) != keys or (items is not value and dict_of(value) is not items):
+                return None
         return values
+
+    def spell(self, values: list[Any], *, numbers: bool) -> str:
+        """All that every stage knows of these values; see `digest_of`."""
+        plain = [_spell(values[at]) for at in self._plain]
+        tensors = [values[at] for at in self._all_tensors]
+        known = [(at, one.tolist()) for at, one in enumerate(tensors) if numbers and is_known_by_value(one)]
+        return f"{self._text}{plain}{[one.shape for one in tensors]}{[one.dtype for one in tensors]}{known}"
 
 
 def _items_of(value: Any, path: Path) -> Any:
@@ -201,9 +206,8 @@ class StateSnapshot(Mapping[Path, StatePart]):
 
     def placeholders(self) -> Iterator[tuple[Path, Placeholder]]:
         """The tensors whose values another stage has."""
-        for path, value in zip(self.layout.paths, self.part_values, strict=True):
-            if isinstance(value, Placeholder):
-                yield path, value
+        for position in self.layout.placeholders:
+            yield self.layout.paths[position], self.part_values[position]
 
 
 def has_same_layout(before: Mapping[Path, StatePart], after: Mapping[Path, StatePart]) -> bool:
@@ -243,27 +247,22 @@ def digest_of(states: Iterable[Any], *, values: bool = True) -> str:
 def digest_of_snapshots(snapshots: Iterable[StateSnapshot], *, values: bool = True) -> str:
     """The `digest_of` state objects with these parts."""
     with DisableTorchFunction():  # else reading the shape of a placeholder calls Python code
-        return xxh3_64_hexdigest(
-            "\n".join(
-                _spell(value, values) if text is None else text
-                for snapshot in snapshots
-                for value, text in zip(snapshot.part_values, snapshot.layout.digests, strict=True)
-            ).encode()
-        )
+        texts = [snapshot.layout.spell(snapshot.part_values, numbers=values) for snapshot in snapshots]
+    return xxh3_64_hexdigest("\n".join(texts).encode())
 
 
-def _spell(value: Any, values: bool) -> str:
-    """Describe a leaf by what all stages know of it."""
-    if isinstance(value, Tensor):
-        numbers = value.tolist() if values and is_known_by_value(value) else None
-        return f"{value.dtype} {list(value.shape)} {numbers}"
-    if type(value) in _COMPARED and type(value) is not torch.device:
-        return repr(value)
+def _spell(value: Any) -> Any:
+    """A leaf other than a tensor, as every stage knows it."""
+    cls = type(value)
+    if cls in _COMPARED and cls is not torch.device:
+        return value
     return getattr(value, "__name__", "-")  # a class, device or module
 
 
 def _spell_holder(value: Any) -> str:
     cls = type(value)
+    if cls is tuple:
+        return "tuple"
     if cls is list:
         return f"list {len(value)}"
     return f"{cls.__name__} {list(map(str, value if cls is dict else dict_of(value)))}"

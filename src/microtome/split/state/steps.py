@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from microtome.engine.pytree import map_tensors
+from microtome.engine.session import keep_patched
 from microtome.errors import SessionError
 from microtome.inputs import Inputs
 from microtome.split.analysis.call_arguments import state_objects_in
@@ -48,6 +49,10 @@ class StepSequence:
 
     def run(self, stages: Sequence[Stage], inputs: Inputs) -> Any:
         """Run one step on inputs that have all states; the output has the caller's state objects."""
+        with keep_patched():
+            return self._run_stages(stages, inputs)
+
+    def _run_stages(self, stages: Sequence[Stage], inputs: Inputs) -> Any:
         if self._failed:
             raise SessionError(
                 "expected an open session whose steps all succeeded, got one that was closed, failed, or runs in "
