@@ -290,11 +290,18 @@ def _calls_of(name: str, names: list[str]) -> list[str]:
     return [name] if name in names else [other for other in names if split_call_index(other)[0] == name]
 
 
+def _first_calls(similar: list[str], names: list[str]) -> list[str]:
+    """Replace the calls of each module, in place of the first, by as many of its first calls, which are as similar."""
+    paths = [split_call_index(other)[0] for other in similar]
+    return [call for path in dict.fromkeys(paths) for call in _calls_of(path, names)[: paths.count(path)]]
+
+
 def suggest_similar(name: str, names: Iterable[str]) -> str:
     """A sentence with the names most similar to one that does not exist, or with the first few."""
     names = [other for other in names if other]
     similar = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     if similar:
+        similar = similar if CALL_ADDRESS.fullmatch(name) else _first_calls(similar, names)
         return f"Did you mean {' or '.join(map(repr, similar))}?"
     first = ", ".join(map(repr, names[:5])) + (", …" if len(names) > 5 else "")
     return f"There are: {first}." if names else "The model has no submodules; its own path is ''."

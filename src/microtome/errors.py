@@ -5,6 +5,7 @@
     MicrotomeError
     ├── NotAModule        expected an nn.Module, got something else
     ├── NoMatch           a path, selector or name matches nothing; the message lists the nearest
+    │   └── NoTensor      a series of recorded tensors has none at an index
     ├── BadInputs         the inputs are not arguments of the model
     ├── BadWeights        a file of weights cannot be read, or does not fit the model
     ├── NotInstalled      a package that a model or a function needs is not installed
@@ -56,6 +57,10 @@ class NotAModule(MicrotomeError, TypeError):
 
 class NoMatch(MicrotomeError, LookupError):
     """A path, a selector or a name matches nothing."""
+
+
+class NoTensor(NoMatch, IndexError):
+    """A series of recorded tensors has none at an index."""
 
 
 class BadFormula(MicrotomeError, TypeError):

@@ -841,6 +841,16 @@ def test_indices_of_numpy_and_of_torch_are_numbers_too() -> None:
         plain[1.5]  # type: ignore[call-overload]
 
 
+def test_a_layer_is_found_by_the_module_that_contains_it_alone() -> None:
+    found = attention(*zoo.build("tiny-vit"), layers=["blocks.1", "blocks.2"])
+    assert found["blocks.1"] is found["blocks.1.attn"]
+    assert found.plot(layer="blocks.2", head=1).pixels.equal(found.plot(layer="blocks.2.attn", head=1).pixels)
+    with pytest.raises(NoMatch, match="'blocks' has 2 layers of attention: say which of 'blocks.1.attn', 'blocks.2"):
+        found["blocks"]
+    with pytest.raises(NoMatch, match="no module at path 'block'. Did you mean"):
+        found["block"]
+
+
 def test_a_shared_layer_has_all_its_names() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:

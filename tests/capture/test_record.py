@@ -110,6 +110,39 @@ def test_positions_are_reduced_by_the_number_of_dimensions(
     assert rec[""][0].shape == reduced
 
 
+@pytest.mark.parametrize("to_folder", [False, True])
+def test_a_recording_of_statistics_says_that_it_has_no_tensors(tmp_path: Path, to_folder: bool) -> None:
+    model = nn.Linear(4, 4)
+    with mt.record(model, "", keep="stats", to=tmp_path / "acts" if to_folder else None) as rec:
+        model(torch.ones(1, 4))
+    why = r"none is stored, due to keep='stats' or the limit; stats\(''\) has their statistics"
+    with pytest.raises(IndexError, match=f"'' has no tensor 0: {why}") as raised:
+        rec[""][0]
+    assert isinstance(raised.value, NoMatch)
+    with pytest.raises(BadQuery, match=f"cannot concatenate the tensors of '': {why}"):
+        rec[""].cat()
+
+
+def test_an_index_outside_a_series_is_an_error_with_the_range() -> None:
+    model = nn.Linear(4, 4)
+    with mt.record(model, "") as rec:
+        _ = model(torch.ones(1, 4)), model(torch.ones(1, 4))
+    assert torch.equal(rec[""][-2], rec[""][0])
+    for index in (2, -3):
+        with pytest.raises(IndexError, match=f"'' has no tensor {index}: expected an index from 0 to 1"):
+            rec[""][index]
+
+
+def test_a_name_that_was_not_recorded_is_answered_with_the_names_there_are() -> None:
+    layer = nn.Linear(4, 4)
+    model = nn.Sequential(layer, layer)
+    with mt.record(model, "0") as rec:
+        model(torch.ones(1, 4))
+    assert list(rec) == ["0#0", "0#1"]
+    with pytest.raises(NoMatch, match="nothing was recorded as 'logits'; there is '0#0', '0#1'"):
+        rec["logits"]
+
+
 def test_memory_never_grows_past_its_limit() -> None:
     model, x = chain(), torch.rand(8, 3)
     with mt.record(model, "0", limit=10_000) as rec:

@@ -220,7 +220,7 @@ def test_what_does_not_agree_is_not_put_together(series_of: Callable[..., Series
         ragged.cat(1)
     with pytest.raises(BadQuery, match="along dimension 2: they have 2 dimensions; expected -2 to 1"):
         ragged.cat(2)
-    with pytest.raises(BadQuery, match="cannot stack the 0 tensors of 'fc': there are none"):
+    with pytest.raises(BadQuery, match="cannot stack the tensors of 'fc': the slice is empty"):
         ragged[:0].stack()
 
 

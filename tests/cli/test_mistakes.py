@@ -90,6 +90,7 @@ MISTAKES = [
     # -- files
     ("profile zoo:tiny-vit --json none/p.json", r"cannot write 'none/p.json': .*: create the folder 'none' first"),
     ("report p.json -o none/page.html", r"cannot write 'none/page.html': .*: create the folder 'none' first"),
+    ("profile zoo:tiny-vit --batch 8", r"No such option '--batch'\. The batch is the first size of .* --input 8x3"),
     ("report p.json --html page.html", r"No such option '--html'\. .* write it with -o FILE"),
     ("report p.json -o page.html --htm x", r"No such option:? '?--htm'?"),
     ("split zoo:tiny-vit --at blocks.0 --to p.json", r"Invalid value for '--to': .* 'p.json' is a file"),

@@ -173,6 +173,8 @@ ROW = "A row in parentheses has the operators that the module above it runs itse
         ("attn#0/softmax", OPERATORS.replace("'attn'", "'attn#0'")),
         ("attn,shared#1", "Expected one address, got 2: pass each on its own, 'attn' and 'shared#1'"),
         ("attn, shred", r"Did you mean .*'shared"),
+        ("shred", r"Did you mean 'shared#0' or 'shared#1'"),
+        ("shred#1", r"Did you mean 'shared#1'"),
         ("(input)", "It stands for the input of the model, which only a client can be cut at: mt.connect"),
         ("(output)", r"It stands for the output of the model, whose address is '\(root\)'"),
         ("nothing", "There are: "),

@@ -227,7 +227,7 @@ def test_rows_by_address_by_glob_and_without_a_match(p: mt.Profile) -> None:
     assert [row.address for row in p["block.*"]] == ["block.0#0", "block.1#0", "block.0#1", "block.1#1"]
     with pytest.raises(NoMatch, match="'block.0' ran 2 times: say which of 'block.0#0', 'block.0#1'"):
         p["block.0"]
-    with pytest.raises(NoMatch, match="no module at path 'blok'. Did you mean 'block#1'"):
+    with pytest.raises(NoMatch, match="no module at path 'blok'. Did you mean 'block#0' or 'block#1'"):
         p["blok"]
     with pytest.raises(NoMatch, match="no module at path 'blok.*'"):
         p["blok.*"]

@@ -86,11 +86,11 @@ def test_a_negative_part_counts_from_the_last() -> None:
     ("value", "options", "words"),
     [
         (Several.pair, {}, "'x' returned 2 tensors: expected part= from -2 to 1, got None"),
-        (Several.pair, {"part": 2}, "expected one of 2 parts, got part 2"),
+        (Several.pair, {"part": 2}, "expected a part from 0 to 1, got 2"),
         ("text", {}, "'x' returned no tensor"),
         (torch.zeros(3), {}, "expected 'x' to be (batch, channels, height, width), "),
         (torch.zeros(1, 2, 3, 4, 5), {}, "got 1x2x3x4x5"),
-        (torch.zeros(2, 3), {"sample": 2}, "expected one of 2 samples, got sample 2"),
+        (torch.zeros(2, 3), {"sample": 2}, "expected a sample from 0 to 1, got 2"),
         (torch.zeros(2, 3), {"channels": 0}, "expected channels of 1 or more, got 0"),
         (torch.zeros(2, 3), {"scale": "log"}, "expected scale to be 'each' or 'all', got 'log'"),
         (torch.zeros(1, 5, 3), {"grid": (3, 2)}, "expected a grid of at most 5 patches, one a token, got 3 x 2"),

@@ -159,7 +159,7 @@ def test_weights_that_are_all_the_same_are_dark() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"layer": 1}, "expected one of 1 layers, got layer 1"),
+        ({"layer": 1}, "expected a layer from 0 to 0, got 1"),
         ({"layer": 0.5}, "expected the position of a layer, got 0.5"),
         ({"head": "first"}, "expected the position of a head, got 'first'"),
         (
@@ -170,9 +170,9 @@ def test_weights_that_are_all_the_same_are_dark() -> None:
             {"image": {"ids": torch.zeros(1, 4)}},
             r"expected inputs with one tensor of \(batch, channels, height, width\), got Inputs\(ids=1x4",
         ),
-        ({"head": 2}, "expected one of 2 heads, got head 2"),
-        ({"row": 5}, "expected one of 5 rows, got row 5"),
-        ({"sample": 1}, "expected one of 1 samples, got sample 1"),
+        ({"head": 2}, "expected a head from 0 to 1, got 2"),
+        ({"row": 5}, "expected a row from 0 to 4, got 5"),
+        ({"sample": 1}, "expected a sample from 0 to 0, got 1"),
         (
             {"image": torch.zeros(5, 6, 7)},
             r"expected an image of \(3, H, W\), .* or \(H, W\), got \(5, 6, 7\)",

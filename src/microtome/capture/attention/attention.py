@@ -152,16 +152,26 @@ class Attention(Sequence[Tensor]):
     @overload
     def __getitem__(self, at: slice) -> Attention: ...
     def __getitem__(self, at: int | str | slice) -> Tensor | Attention:
-        """Return the weights of a layer, by its address or position, or the attention of a slice of layers."""
+        """Return the weights of a layer, or the attention of a slice of layers.
+
+        Args:
+            at: The address of the layer, or of a module with one layer inside, such as a block; its position; a slice.
+        """
         if isinstance(at, slice):
             return replace(self, layers=self.layers[at], by_layer=self.by_layer[at])
         return self.by_layer[self._position(at) if isinstance(at, str) else _index(at)]
 
     def _position(self, name: str) -> int:
         address = Addresses(self.layers, self.others).resolve(name)
-        if address is None:
+        if address is not None:
+            return self.layers.index(address)
+        path = self.others.get(name, name)
+        inside = [layer for layer in self.layers if layer.startswith(f"{path}.")]
+        if len(inside) > 1:
+            raise NoMatch(f"{name!r} has {len(inside)} layers of attention: say which of {_join_some(inside)}")
+        if not inside:
             raise path_not_found(name, self.layers)
-        return self.layers.index(address)
+        return self.layers.index(inside[0])
 
     def rollout(
         self, *, residual: float = 0.5, heads: Literal["mean", "max", "min"] = "mean", discard: float = 0.0
@@ -185,8 +195,8 @@ class Attention(Sequence[Tensor]):
         Args:
             image: (3, H, W), (H, W, 3) or (H, W), or a batch of the first; integers from 0 to 255, or other numbers,
                 which are scaled; or a PIL image, or the `Inputs` or dict of inputs of the model.
-            layer: The address or position of the layer.
-            head: The position among the captured heads; `"all"`: each, side by side; None: their mean.
+            layer: The address of the layer, or of a module with one layer inside; or its position.
+            head: The position among the captured heads, from 0; `"all"`: each, side by side; None: their mean.
             row: The position among the captured query rows. None: the first, which is the class token's if there is
                 one, if the keys are the patches of an image; else all, a row of the map for each query.
             grid: The height and width of the image in patches, which are the last keys. None: a square, if the model

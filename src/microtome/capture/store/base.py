@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from microtome.addresses import Addresses
 from microtome.capture.store.series import Series
 from microtome.capture.store.stats import Histogram, Stats
 from microtome.engine.torch_internals import storage_id
@@ -88,8 +89,9 @@ class TensorStore:
         """Stop adding tensors; those in the store stay available."""
 
     def _check_name(self, name: str) -> None:
-        if name not in (names := self.names):
-            raise NoMatch(f"nothing was recorded as {name!r}; there is {', '.join(map(repr, names)) or 'nothing'}")
+        if name not in self.names:
+            names = ", ".join(map(repr, Addresses(self.names).names))
+            raise NoMatch(f"nothing was recorded as {name!r}; there is {names or 'nothing'}")
 
 
 def memory_bytes(tensor: Tensor) -> int:

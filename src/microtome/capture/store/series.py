@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, overload
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from microtome.errors import BadQuery
+from microtome.errors import BadQuery, NoTensor
 from microtome.results.base import render
 from microtome.units import shape as shape_text
 from microtome.units import size
@@ -37,9 +38,10 @@ class Series(Sequence[Tensor]):
     (2, [(2, 3), (1, 3)], torch.Size([3, 3]))
     """
 
-    def __init__(self, name: str, tensors: Sequence[StoredTensor]) -> None:
+    def __init__(self, name: str, tensors: Sequence[StoredTensor], *, is_slice: bool = False) -> None:
         self.name = name
         self._tensors = tensors
+        self._is_slice = is_slice
 
     def __len__(self) -> int:
         return len(self._tensors)
@@ -50,7 +52,10 @@ class Series(Sequence[Tensor]):
     def __getitem__(self, index: slice) -> Series: ...
     def __getitem__(self, index: int | slice) -> Tensor | Series:
         if isinstance(index, slice):
-            return Series(self.name, self._tensors[index])
+            return Series(self.name, self._tensors[index], is_slice=self._is_slice or bool(self._tensors))
+        if not -len(self) <= operator.index(index) < len(self):
+            expected = f"expected an index from 0 to {len(self) - 1}" if self._tensors else self._why_empty()
+            raise NoTensor(f"{self.name!r} has no tensor {index}: {expected}")
         return self._tensors[index].load()
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -101,7 +106,7 @@ class Series(Sequence[Tensor]):
 
     def _check_dtypes_and_dims(self, verb: str) -> None:
         if not self._tensors:
-            raise BadQuery(f"cannot {verb} {self._text()}: there are none")
+            raise BadQuery(f"cannot {verb} the tensors of {self.name!r}: {self._why_empty()}")
         dtypes = dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
         if len(dtypes) > 1:
             raise BadQuery(f"cannot {verb} {self._text()}: expected one dtype, got {' and '.join(dtypes)}")
@@ -116,6 +121,11 @@ class Series(Sequence[Tensor]):
                 f"cannot {verb} {self._text()}: their shapes differ: {shapes}{more}; use them one by one, or in slices "
                 "of equal shapes"
             )
+
+    def _why_empty(self) -> str:
+        if self._is_slice:
+            return "the slice is empty"
+        return f"none is stored, due to keep='stats' or the limit; stats({self.name!r}) has their statistics"
 
     def _text(self) -> str:
         return f"the {len(self)} tensors of {self.name!r}"

@@ -15,21 +15,7 @@ _CUTS = "Cuts from `microtome cuts --json`: with times, the page compares them."
 _COMPARE = "Another profile to compare with; with times, also that of the cloud."
 
 
-class _ReportCommand(click.Command):
-    """Names the option of the page if it is called as in `microtome profile`."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        try:
-            return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            if error.option_name != "--html":
-                raise
-            raise click.UsageError(
-                "No such option '--html'. The page is an HTML page: write it with -o FILE.", ctx
-            ) from error
-
-
-@click.command(cls=_ReportCommand)
+@click.command
 @click.argument("profile", metavar="PROFILE.json", shell_complete=complete_file)
 @click.option("-o", "--output", "html_file", required=True, metavar="F", shell_complete=complete_file, help=_OUTPUT)
 @click.option("--cuts", metavar="F", shell_complete=complete_file, help=_CUTS)

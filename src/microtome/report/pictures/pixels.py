@@ -134,6 +134,7 @@ def pick(values: Any, position: Any, noun: str) -> Tensor:
     except TypeError as error:
         raise BadQuery(f"expected the position of a {noun}, got {position!r}") from error
     if not -len(values) <= position < len(values):
-        raise BadQuery(f"expected one of {len(values)} {noun}s, got {noun} {position}")
+        expected = f"expected a {noun} from 0 to {len(values) - 1}" if len(values) else f"there is no {noun}"
+        raise BadQuery(f"{expected}, got {position}")
     tensor: Tensor = values[position]
     return tensor
