@@ -238,7 +238,8 @@ def _split_again(model: nn.Module, saved: _SavedSplit, description: SplitDescrip
     except Unsupported as error:  # the model cannot run without weights, or not on the example of the file
         raise Unsupported(f"cannot split the {saved.model} as {str(file)!r} describes: {error}") from error
     except Exception as error:  # from the model's code, which runs on the example of the file
-        is_foreign = isinstance(error, LookupError) and not hasattr(error, "__notes__")  # a place that no call has
+        # A location of a call that this model does not make; errors of the model's code have notes.
+        is_foreign = isinstance(error, IndexError | KeyError) and not hasattr(error, "__notes__")
         reason = "its calls are not those of the model that was saved" if is_foreign else describe_error(error)
         raise BadFile(f"{str(file)!r} does not fit this {saved.model}: {reason}") from error
 
