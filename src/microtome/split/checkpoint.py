@@ -321,7 +321,7 @@ def _check_weight(model: nn.Module, name: str, tensor: Tensor) -> None:
             raise BadWeights(f"{name!r}: expected a tensor, as in the folder, got a {got}")
         return
     old = tensors[last]
-    if is_lazy(old):
+    if old is not None and is_lazy(old):
         return
     if old is None or old.shape != tensor.shape or old.dtype != tensor.dtype:
         got = "nothing" if old is None else f"{tuple(old.shape)} {old.dtype}"
