@@ -434,3 +434,13 @@ def test_a_name_of_a_state_must_be_that_of_an_argument(model: Model) -> None:
         mt.split(model, EXAMPLE, at="layers.1", state="cache")
     with pytest.raises(BadQuery, match=r"expected an object that holds state as 'x', got a Tensor"):
         mt.split(model, EXAMPLE, at="layers.1", state="x")
+
+
+@torch.no_grad()
+def test_tensors_of_earlier_steps_are_freed(model: Model) -> None:
+    stages = mt.split(model, {"x": torch.ones(1, 1, 4), "memory": Memory(4)}, at="layers.1")
+    with stages.session() as session:
+        memory = session(x=torch.ones(1, 1, 4), memory=Memory(4))["memory"]
+        earlier = [weakref.ref(states[0].kept[at]) for states, at in zip(session._sequence.states, (0, 3), strict=True)]
+        session(x=torch.ones(1, 1, 4), memory=memory)
+        assert [ref() for ref in earlier] == [None, None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor, nn
 
@@ -14,8 +14,32 @@ from microtome.engine.snapshot import CONTAINERS, copy_container, restore_contai
 #: The names that torch itself stores in the `__dict__` of every module.
 TORCH_ATTRIBUTES = frozenset(nn.Module().__dict__)
 
-#: The attributes of a module by name, with a copy of each that is a container.
-Attributes = dict[str, tuple[Any, Any]]
+_PLAIN = frozenset((bool, int, float, str, type(None)))
+
+
+class SavedAttribute(NamedTuple):
+    """An attribute of a module.
+
+    Attributes:
+        contents: A copy of a container; None: it is none.
+        is_plain: Whether it is a list, set or dict of numbers and strings, which can be compared with its copy.
+    """
+
+    value: Any
+    contents: Any = None
+    is_plain: bool = False
+
+    @classmethod
+    def of(cls, value: Any) -> Self:
+        if not isinstance(value, CONTAINERS):
+            return cls(value)
+        contents = copy_container(value)
+        is_builtin = type(value) is type(contents)
+        items = contents.values() if isinstance(contents, dict) else contents
+        return cls(value, contents, is_builtin and _PLAIN.issuperset(map(type, items)))
+
+
+Attributes = dict[str, SavedAttribute]
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
@@ -46,22 +70,23 @@ def set_attribute(module: nn.Module, name: str, value: Any) -> None:
 
 def copy_attributes(module: nn.Module) -> Attributes:
     """The attributes of a module except torch's own, with copies of those that are containers."""
-    return {
-        name: (value, copy_container(value) if isinstance(value, CONTAINERS) else None)
-        for name, value in module.__dict__.items()
-        if name not in TORCH_ATTRIBUTES
-    }
+    attributes = module.__dict__.items()
+    return {name: SavedAttribute.of(value) for name, value in attributes if name not in TORCH_ATTRIBUTES}
 
 
 def restore_attributes(module: nn.Module, before: Attributes, *, where: Callable[[Any], bool]) -> None:
     """Restore the attributes whose values now satisfy a predicate; delete those that are new."""
     for name, value in list(module.__dict__.items()):
-        original, contents = before.get(name, (None, None))
-        is_same = name in before and value is original and contents is None
-        if is_same or name in TORCH_ATTRIBUTES or not where(value):
+        if name in TORCH_ATTRIBUTES:
             continue
         if name not in before:
-            del module.__dict__[name]
+            if where(value):
+                del module.__dict__[name]
+            continue
+        original, contents, is_plain = before[name]
+        if value is original and (contents is None or (is_plain and value == contents)):
+            continue
+        if not where(value):
             continue
         module.__dict__[name] = original
         if contents is not None:

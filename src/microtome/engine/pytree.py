@@ -280,9 +280,13 @@ def named_tensors(value: Any, path: str = "", ancestors: tuple[int, ...] = ()) -
 _NO_ATTRIBUTES = (int, float, str, bytes, nn.Module, ModuleType, type, type(None))
 
 
-def reachable_tensors(value: Any, depth: int = 12) -> Iterator[Tensor]:
-    """Every tensor that a value refers to, through the attributes of any object but modules, to a depth; each once."""
-    visited: dict[int, Any] = {}
+def reachable_tensors(value: Any, depth: int = 12, ignore: Iterable[Any] = ()) -> Iterator[Tensor]:
+    """Every tensor that a value refers to, through the attributes of any object but modules, to a depth; each once.
+
+    Args:
+        ignore: Objects that are not looked into.
+    """
+    visited: dict[int, Any] = {id(item): item for item in ignore}
     pending = [value]
     for _ in range(depth + 1):
         level, pending = pending, []

@@ -126,7 +126,7 @@ def counts_mutations() -> bool:
     x = torch.ones(2)
     before = internals.version_of(x)
     x[1:].add_(1)
-    return internals.version_of(x) == before + 1
+    return internals.version_of(x) == before + 1 and internals.versions_of([x]) == [before + 1]
 
 
 class _TensorWrapper(Tensor):
@@ -137,7 +137,7 @@ class _TensorWrapper(Tensor):
 
 def wraps_tensors() -> bool:
     """Check without running an operator on it: the first that a subclass handles makes torch import its compiler."""
-    wrapper = internals.make_wrapper_subclass(_TensorWrapper, (3, 2), (1, 3), torch.float32, torch.device("cpu"))
+    wrapper = internals.make_wrapper_subclass(_TensorWrapper, (3, 2), strides=(1, 3), dtype=torch.float32, device="cpu")
     return type(wrapper) is _TensorWrapper and wrapper.shape == (3, 2) and wrapper.stride() == (1, 3)
 
 

@@ -8,8 +8,8 @@ operator's schema.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from types import CodeType
+from collections.abc import Callable, Iterable
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -141,16 +141,22 @@ def storage_id(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def versions_of(tensors: Iterable[Tensor]) -> list[Any]:
+    """The version counters of tensors; a new object for an inference tensor, which may always have been written to."""
+    tensors = list(tensors)
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:
+        return [object() if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
 def version_of(tensor: Tensor) -> int:
     """Return the version counter of a tensor and its views; 0 for an inference tensor, which has none."""
     return 0 if tensor.is_inference() else tensor._version
 
 
-def make_wrapper_subclass(
-    cls: type[Any], shape: Sequence[int], strides: Sequence[int] | None, dtype: torch.dtype, device: torch.device
-) -> Any:
-    """Make a tensor of a subclass without memory; without strides, it is contiguous."""
-    return Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=device)
+#: Makes a tensor of a subclass without memory; without strides, it is contiguous.
+make_wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass
 
 
 def pop_dispatch_mode(mode: Any) -> None:
@@ -222,7 +228,9 @@ def is_dynamo_imported() -> bool:
 
 
 def is_compiled_function(function: Any) -> bool:
-    """Whether a function or a method is what torch.compile returned, not what torch.compiler.disable did."""
+    """Whether a value is a function or method that torch.compile returned, not one that torch.compiler.disable did."""
+    if not isinstance(function, FunctionType | MethodType):  # other objects may run code when they are asked
+        return False
     is_disabled = getattr(function, "_torchdynamo_disable", False)
     return getattr(function, "_torchdynamo_orig_callable", None) is not None and not is_disabled
 

@@ -17,10 +17,10 @@ from microtome.engine.signals import signal_safe
 from microtome.errors import BadBoundary, BadInputs, MicrotomeError, Unsupported
 from microtome.inputs import Inputs
 from microtome.split.analysis.call_arguments import state_objects_in
-from microtome.split.analysis.structure_spec import SplitSpec, check_structure, flatten
+from microtome.split.analysis.structure_spec import SplitSpec, check_structure
 from microtome.split.boundary.boundary import Boundary
+from microtome.split.execution.argument_reader import FlatInputs, InputReader
 from microtome.split.execution.placeholder import Placeholder
-from microtome.split.execution.recording import FlatInputs
 from microtome.split.execution.schedule import Schedule
 from microtome.split.execution.stage_run import DrawingStageRun, StageRun
 from microtome.split.state.stage_state import StageState
@@ -67,6 +67,7 @@ class Stage:
         self._is_training = model.training
         self._parameters = tuple(parameters)
         self._idle: list[tuple[Session, StageRun]] = []
+        self._input_reader = InputReader()
         modules = dict(named_modules(model))
         schedules = [schedule for schedule in (begins, ends) if schedule is not None]
         self._observed_modules = [modules[path] for schedule in schedules for path in schedule.paths]
@@ -139,7 +140,9 @@ class Stage:
                 run.begin(state or StageState(self.spec.new_states()))
                 inputs = run.receive(boundary, self.device, self.spec.inputs, release=release)
             if self._ends is not None:
-                run.record_inputs(self._flatten(inputs))
+                flat = self.flatten_inputs(inputs)
+                check_structure("arguments of the head", self.spec.inputs, flat.spec, is_call=True)
+                run.record_inputs(flat)
             with session:
                 return self._run(run, inputs)
 
@@ -156,12 +159,9 @@ class Stage:
             if reuse:
                 self._idle.append((session, run))
 
-    def _flatten(self, inputs: Inputs) -> FlatInputs:
-        """Flatten the arguments of the model, which have the structure of the example."""
-        arrays: list[Any] = []
-        flat = FlatInputs(*flatten((inputs.args, inputs.kwargs), arrays=arrays), arrays)
-        check_structure("arguments of the head", self.spec.inputs, flat.spec, is_call=True)
-        return flat
+    def flatten_inputs(self, inputs: Inputs) -> FlatInputs:
+        """Flatten the arguments of the model."""
+        return self._input_reader.read(inputs)
 
     def _run(self, run: StageRun, inputs: Inputs) -> Any:
         try:
@@ -202,7 +202,9 @@ class Stage:
             interventions.append(Stop(self._cut_module, when=run.is_complete))
         # In one session with the run, or the probes would not see the exit of the call at which it stops.
         at = None if probes else self._observed_modules
-        session = Session(self.model, [run, *probes], interventions, at=at, fast_paths=True, other_threads="ignore")
+        session = Session(
+            self.model, [run, *probes], interventions, at=at, fast_paths=True, other_threads="ignore", backward=False
+        )
         return session, run
 
     def _missing(self) -> list[str]:

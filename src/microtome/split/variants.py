@@ -12,7 +12,7 @@ from microtome.engine.pytree import as_state
 from microtome.errors import Unsupported
 from microtome.inputs import Inputs
 from microtome.split.analysis.call_arguments import state_objects_in
-from microtome.split.analysis.structure_spec import SplitSpec, flatten
+from microtome.split.analysis.structure_spec import SplitSpec
 from microtome.split.description import SplitDescription
 from microtome.split.stage import Stage
 from microtome.split.state.contents import has_tensors, kind_of
@@ -46,9 +46,8 @@ class Variant:
 
     def accepts(self, inputs: Inputs) -> bool:
         """Whether inputs with all states have the structure and the flags that they were made for."""
-        structure, _, plain = flatten((inputs.args, inputs.kwargs), arrays=[])
-        spec = self.spec
-        return (structure.text, _flags(plain)) == (spec.inputs.text, _flags(spec.example.plain))
+        flat, spec = self.stages[0].flatten_inputs(inputs), self.spec
+        return flat.spec.text == spec.inputs.text and _flags(flat.plain) == _flags(spec.example.plain)
 
     @cached_property
     def kind(self) -> str:

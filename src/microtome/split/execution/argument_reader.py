@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 from microtome.engine.pytree import is_state, tensor_occurrences
 from microtome.engine.torch_internals import DisableTorchFunction, version_of
+from microtome.inputs import Inputs
 from microtome.split.analysis.call_arguments import CallArguments, record_arguments, state_objects_in
 from microtome.split.analysis.signature import Arguments, describe, describe_tensor, digest_of_call
+from microtome.split.analysis.structure_spec import Plain, StructureSpec, flatten
 
 _PLAIN = (bool, int, float, str, type(None))
 _MAX_LAYOUTS = 8  # those of the head, of the tail, and of other variants of a step
@@ -66,6 +68,9 @@ class ArgumentLayout:
         with DisableTorchFunction():  # else reading the shape of a placeholder calls Python code
             tensors = [describe_tensor(values[at]) for at in self._described_tensors]
         return Arguments(self._example.structure, plain, tensors)
+
+    def plain(self, values: list[Any]) -> list[Any]:
+        return [values[at] for at in self._plain]
 
     def tensors(self, values: list[Any]) -> list[Tensor]:
         return [values[at] for at in self._tensors]
@@ -140,3 +145,30 @@ class ArgumentReader:
         if made.is_complete and (layout is not None or len(self._layouts) < _MAX_LAYOUTS):
             self._layouts[key] = made
         return ReadArguments(self, args, kwargs, None, [])
+
+
+class FlatInputs(NamedTuple):
+    """The arguments of the model: their structure, tensors, plain values and numpy arrays."""
+
+    spec: StructureSpec
+    tensors: list[Tensor]
+    plain: list[Plain]
+    arrays: list[Any]
+
+
+class InputReader:
+    """Flattens the arguments of the model; the structure of arguments of one layout is found once."""
+
+    def __init__(self) -> None:
+        self._reader = ArgumentReader("", in_order=True)
+        self._specs: dict[ArgumentLayout, StructureSpec] = {}
+
+    def read(self, inputs: Inputs) -> FlatInputs:
+        read = self._reader.read(inputs.args, inputs.kwargs)
+        if read.layout is not None and (spec := self._specs.get(read.layout)) is not None:
+            return FlatInputs(spec, read.layout.tensors(read.values), read.layout.plain(read.values), [])
+        arrays: list[Any] = []
+        flat = FlatInputs(*flatten((inputs.args, inputs.kwargs), arrays=arrays), arrays)
+        if read.layout is not None and flat.spec.unsupported is None:
+            self._specs[read.layout] = flat.spec
+        return flat

@@ -73,12 +73,11 @@ class Placeholder(Tensor):
     It is materialized when a skipped call writes to it, since its values are known from then on.
 
     Attributes:
-        owner: The call or operator that returned it, for messages.
         location: The location of the value in a run of the head.
         materialized: The tensor with its values; None: it has none.
     """
 
-    owner: str
+    _owner: str
     location: ValueLocation | None
     materialized: Tensor | None
 
@@ -92,11 +91,16 @@ class Placeholder(Tensor):
         owner: str,
         location: ValueLocation | None = None,
     ) -> Self:
-        placeholder: Self = make_wrapper_subclass(cls, shape, strides, dtype, device)
-        placeholder.owner = owner
+        placeholder: Self = make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=device)
+        placeholder._owner = owner
         placeholder.location = location
         placeholder.materialized = None
         return placeholder
+
+    @property
+    def owner(self) -> str:
+        """The call or operator that returned it, for messages."""
+        return self._owner
 
     @classmethod
     def like(cls, tensor: Tensor, device: torch.device, owner: str, location: ValueLocation | None = None) -> Self:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from microtome.errors import Unsupported
 from microtome.split.analysis.arrays import array_name, to_tensor
 from microtome.split.analysis.call_arguments import CallArguments
 from microtome.split.analysis.signature import HASH_SEED, CallSignature
-from microtome.split.analysis.structure_spec import Plain, StructureSpec, check_structure, flatten
+from microtome.split.analysis.structure_spec import check_structure, flatten
 from microtome.split.boundary.boundary import Boundary
 from microtome.split.boundary.schema import (
     ArgumentAlias,
@@ -36,11 +35,11 @@ from microtome.split.boundary.schema import (
     SentItem,
     SentTensor,
     SkippedCallRecord,
-    StateChange,
     StorageView,
     WrittenArgument,
 )
 from microtome.split.boundary.tensor_bytes import duplicate
+from microtome.split.execution.argument_reader import FlatInputs
 from microtome.split.execution.effects import (
     check_effects,
     find_alias,
@@ -56,18 +55,9 @@ from microtome.split.execution.schedule import (
     SkippedCall,
     differs_from_example,
 )
-from microtome.split.state.contents import MISSING, changed_paths, describe_change, parts_at, removed_change, to_path
-from microtome.split.state.snapshot import Path, StatePart, StateSnapshot, digest_of_snapshots, format_path
+from microtome.split.state.contents import StateParts, changed_paths, parts_at, to_path
+from microtome.split.state.snapshot import StateSnapshot, digest_of_snapshots, format_path
 from microtome.split.state.stage_state import StageState
-
-
-class FlatInputs(NamedTuple):
-    """The arguments of the model: their structure, tensors, plain values and numpy arrays."""
-
-    spec: StructureSpec
-    tensors: list[Tensor]
-    plain: list[Plain]
-    arrays: list[Any]
 
 
 class _OpenCall(NamedTuple):
@@ -80,7 +70,7 @@ class _OpenCall(NamedTuple):
     scheduled: SkippedCall
     arguments: CallArguments
     signature: CallSignature
-    parts: list[list[StatePart]]
+    parts: list[StateParts]
 
 
 class BoundaryRecorder:
@@ -168,8 +158,12 @@ class BoundaryRecorder:
             _describe_container(scheduled, arguments.containers[index], outputs, tensors)
             for index in scheduled.mutated_containers
         ]
-        after = _scheduled_parts(scheduled, arguments)
-        states = [tuple(_describe_changes(*one)) for one in zip(scheduled.state_paths, parts, after, strict=True)]
+        states = [
+            tuple(after.describe_changes(paths, before))
+            for paths, before, after in zip(
+                scheduled.state_paths, parts, _scheduled_parts(scheduled, arguments), strict=True
+            )
+        ]
         self._calls.append(
             SkippedCallRecord(signature, described, plain, tuple(written), tuple(containers), tuple(states))
         )
@@ -280,21 +274,11 @@ class BoundaryRecorder:
         return StorageView(name, list(tensor.shape), list(tensor.stride()), int(tensor.storage_offset()))
 
 
-def _scheduled_parts(call: SkippedCall, arguments: CallArguments) -> list[list[StatePart]]:
+def _scheduled_parts(call: SkippedCall, arguments: CallArguments) -> list[StateParts]:
     """The parts of state objects that a call changes on the example, as they are now."""
     if len(call.state_paths) != len(arguments.state_objects):
         raise differs_from_example(f"{call.address!r} has {len(arguments.state_objects)} states among its arguments")
-    return [parts_at(*pair) for pair in zip(arguments.state_objects, call.state_path_groups, strict=True)]
-
-
-def _describe_changes(paths: Sequence[Path], before: list[StatePart], after: list[StatePart]) -> list[StateChange]:
-    """The changes of the parts of a state object that a call changes on the example."""
-    changed = [(path, now) for path, now, then in zip(paths, after, before, strict=True) if not then.is_same(now)]
-    described = [describe_change(path, part) for path, part in changed if part.value is not MISSING]
-    if len(described) == len(changed):
-        return described
-    gone = [path for path, part in changed if part.value is MISSING]
-    return described + [removed_change(path) for path in reversed(gone) if path[:-1] not in gone]
+    return list(map(parts_at, arguments.state_objects, call.state_path_groups))
 
 
 def _choose_sent(sent: dict[int, SentValue], firsts: list[int], index: int, owner: str) -> SentValue | None:

@@ -12,7 +12,7 @@ from xxhash import xxh3_64_hexdigest
 from microtome.engine import Call
 from microtome.engine.module_state import has_forward_hooks, run_forward_hooks
 from microtome.engine.probes import AnyOp, Where
-from microtome.engine.pytree import is_state, map_tensors, reachable_tensors
+from microtome.engine.pytree import map_tensors, reachable_tensors
 from microtome.errors import BadBoundary, Unsupported
 from microtome.inputs import Inputs
 from microtome.split.analysis.arrays import array_name, to_array
@@ -182,8 +182,8 @@ class Replayer:
         self.check_unmodified()
         if not self._follower.is_complete:
             raise Unsupported(f"the model returned before the cut at {self._schedule.at!r}")
-        sent = map_tensors(_keep, output, _hide_state) if self._state.objects else output
-        placeholders = [tensor for tensor in reachable_tensors(sent) if isinstance(tensor, Placeholder)]
+        returned = reachable_tensors(output, ignore=self._state.objects)
+        placeholders = [tensor for tensor in returned if isinstance(tensor, Placeholder)]
         for one in placeholders:
             if one.materialized is None:
                 raise PlaceholderRead(f"the model returns a value of {one.owner!r}, which did not cross the cut", one)
@@ -264,14 +264,6 @@ def _other_state() -> BadBoundary:
         "expected the state that the head has at the cut, got another one: run every step of a sequence in one session "
         "of the stages (stages.session())"
     )
-
-
-def _keep(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _hide_state(leaf: Any) -> Any:
-    return None if is_state(leaf) else leaf
 
 
 def _check_fit(schedule: Schedule, record: BoundaryRecord) -> None:

@@ -12,7 +12,8 @@ from microtome.engine.probes import AnyOp, Where
 from microtome.inputs import Inputs
 from microtome.split.analysis.structure_spec import StructureSpec
 from microtome.split.boundary.boundary import Boundary
-from microtome.split.execution.recording import BoundaryRecorder, FlatInputs
+from microtome.split.execution.argument_reader import FlatInputs
+from microtome.split.execution.recording import BoundaryRecorder
 from microtome.split.execution.replay import Replayer
 from microtome.split.execution.schedule import Schedule
 from microtome.split.state.stage_state import StageState

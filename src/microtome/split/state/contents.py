@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from microtome.engine.attributes import dict_of
 from microtome.engine.pytree import is_state, state_classes
+from microtome.engine.torch_internals import versions_of
 from microtome.errors import BadBoundary, Unsupported
 from microtome.split.boundary.schema import (
     PLACEHOLDER_DTYPES,
@@ -40,6 +41,7 @@ from microtome.split.state.snapshot import (
     changed_parts,
     format_path,
     has_same_layout,
+    is_equal,
     is_known_by_value,
 )
 
@@ -61,8 +63,49 @@ def group_paths(paths: Iterable[Path]) -> PathGroups:
     return groups
 
 
-def parts_at(state: Any, groups: PathGroups) -> list[StatePart]:
-    """The parts at grouped paths; the value of a part that there is not is `MISSING`."""
+class StateParts(NamedTuple):
+    """Some parts of a state object at some time.
+
+    Attributes:
+        values: Their values; `MISSING` for a part that there is not.
+        versions: The version counters of those that are tensors, in order.
+    """
+
+    values: list[Any]
+    versions: list[Any]
+
+    def describe_changes(self, paths: Sequence[Path], before: StateParts) -> list[StateChange]:
+        """Describe those that changed since another time.
+
+        Args:
+            paths: The path of each part.
+        """
+        changes: list[StateChange] = []
+        gone: list[Path] = []
+        written = self._written_since(before)
+        for path, value, old in zip(paths, self.values, before.values, strict=True):
+            if id(value) not in written if value is old else is_equal(value, old):
+                continue
+            if value is MISSING:
+                gone.append(path)
+            else:
+                changes.append(StateChange(_to_steps(path), describe_value(value, path)))
+        return changes + [removed_change(path) for path in reversed(gone) if path[:-1] not in gone]
+
+    def _written_since(self, before: StateParts) -> set[int]:
+        """The ids of the tensors that are still the same, and were written to."""
+        if self.versions == before.versions:
+            return set()
+        then = dict(zip(before._tensor_ids(), before.versions, strict=True))
+        now = zip(self._tensor_ids(), self.versions, strict=True)
+        return {key for key, version in now if key in then and then[key] != version}
+
+    def _tensor_ids(self) -> list[int]:
+        return [id(value) for value in self.values if type(value) is Tensor]
+
+
+def parts_at(state: Any, groups: PathGroups) -> StateParts:
+    """The parts at grouped paths."""
     values: list[Any] = []
     for holder_path, steps in groups:
         holder = _value_at(state, holder_path)
@@ -73,7 +116,7 @@ def parts_at(state: Any, groups: PathGroups) -> list[StatePart]:
             values += [items.get(step, MISSING) for step in steps]
         else:
             values += [_value_at(holder, (step,)) for step in steps]
-    return list(map(StatePart.of, values))
+    return StateParts(values, versions_of([value for value in values if type(value) is Tensor]))
 
 
 def part_at(state: Any, path: Path) -> StatePart | None:
@@ -123,7 +166,7 @@ def _removed(before: Mapping[Path, StatePart], after: Mapping[Path, StatePart]) 
 
 def describe_change(path: Path, part: StatePart) -> StateChange:
     """Describe a part as it is now."""
-    return StateChange(_to_steps(path), describe_part(part, path))
+    return StateChange(_to_steps(path), describe_value(part.value, path))
 
 
 def removed_change(path: Path) -> StateChange:
@@ -141,9 +184,8 @@ def describe_state(state: Any) -> list[StateChange]:
     return find_changes({}, StateSnapshot.of(state))
 
 
-def describe_part(part: StatePart, path: Path) -> StateItem:
+def describe_value(value: Any, path: Path) -> StateItem:
     """Describe a part without the values of a tensor, unless they are a few integers."""
-    value = part.value
     if isinstance(value, Tensor):
         if not value.dtype.is_floating_point and is_known_by_value(value):
             dtype = str(value.dtype).removeprefix("torch.")
@@ -207,20 +249,25 @@ def apply_changes(
         make_tensor: Makes what stands for a tensor.
         keeps_tensors: Keep the tensors that this object has values of: they are the stage's own.
     """
+    last_holder: tuple[Path, Any] | None = None  # most changes are of parts of the same holder as the one before
     for steps, item in changes:
         path = to_path(steps)
         if keeps_tensors and _keeps(_value_at(state, path), item):
             continue
-        if isinstance(item, StateRemoved):
-            _remove(state, path)
-            continue
-        if isinstance(item, StateNode) and type(_value_at(state, path)).__name__ == item.name:
-            continue  # a holder of the same kind: the parts that changed follow
-        value = _restore(item, path, device, make_tensor)
-        if path:
-            set_part(state, path, value)
-        else:
+        if isinstance(item, StateNode | StateRemoved):
+            last_holder = None
+            if isinstance(item, StateRemoved):
+                _remove(state, path)
+                continue
+            if type(_value_at(state, path)).__name__ == item.name:
+                continue  # a holder of the same kind: the parts that changed follow
+        value = make_tensor(item, path) if isinstance(item, PlaceholderSpec) else _restore(item, path, device)
+        if not path:
             state = value
+            continue
+        if last_holder is None or last_holder[0] != path[:-1]:
+            last_holder = path[:-1], _value_at(state, path[:-1])
+        _set_item(last_holder[1], path, value)
     return state
 
 
@@ -228,17 +275,10 @@ def _keeps(value: Any, item: StateItem) -> bool:
     """Whether a tensor is the stage's own, or has the values that an item states."""
     if not isinstance(value, Tensor) or isinstance(value, Placeholder):
         return False
-    return not isinstance(item, StateValues) or describe_part(StatePart(value), ()) == item
+    return not isinstance(item, StateValues) or describe_value(value, ()) == item
 
 
-def _restore(
-    item: StateItem,
-    path: Path,
-    device: torch.device | None,
-    make_tensor: Callable[[PlaceholderSpec, Path], Tensor],
-) -> Any:
-    if isinstance(item, PlaceholderSpec):
-        return make_tensor(item, path)
+def _restore(item: StateItem, path: Path, device: torch.device | None) -> Any:
     if isinstance(item, PlainItem):
         return item.value
     if isinstance(item, StateValues):
@@ -258,7 +298,11 @@ def _restore(
 
 def set_part(state: Any, path: Path, value: Any) -> None:
     """Set the part at a path, whose holder must exist."""
-    holder, step = _value_at(state, path[:-1]), path[-1]
+    _set_item(_value_at(state, path[:-1]), path, value)
+
+
+def _set_item(holder: Any, path: Path, value: Any) -> None:
+    step = path[-1]
     if type(step) is str and holder is not MISSING and type(holder).__dictoffset__:
         dict_of(holder)[step] = value
     elif isinstance(step, int) and isinstance(holder, list) and 0 <= step <= len(holder):

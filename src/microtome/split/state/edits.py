@@ -15,7 +15,7 @@ from microtome.split.execution.placeholder import Placeholder
 from microtome.split.state.contents import (
     apply_changes,
     describe_change,
-    describe_part,
+    describe_value,
     find_changes,
     part_at,
     set_part,
@@ -98,7 +98,7 @@ def apply_edits(
                 set_part(state, path, _repeat(ops, local.value, path))
                 continue
             if isinstance(change.item, StateValues):
-                if describe_part(local, path) != change.item:
+                if describe_value(local.value, path) != change.item:
                     raise _not_repeatable(path)
                 continue
             set_part(state, path, None)  # replaced or removed below

@@ -32,14 +32,12 @@ class StatePlaceholder(Placeholder):
 
     Attributes:
         path: The part of the state that it stands for.
-        writer: The call or stage that wrote the tensor.
         root: The placeholder that was there after the last step.
         base: The placeholder that it is a view of; None: it is no view.
         history: The operators since the last step; None: another stage cannot repeat them.
     """
 
     path: Path
-    writer: str
     root: StatePlaceholder
     base: StatePlaceholder | None
     history: tuple[StateOp, ...] | None
@@ -49,17 +47,13 @@ class StatePlaceholder(Placeholder):
         dtype = PLACEHOLDER_DTYPES[spec.dtype]
         placeholder = cls(spec.shape, spec.strides, dtype, device or torch.device("cpu"), writer)
         placeholder.path = path
-        placeholder.forget_history()
+        placeholder.root, placeholder.base, placeholder.history = placeholder, None, ()
         return placeholder
 
     @property
     def owner(self) -> str:
         """The part of the state and who wrote it, for messages; formatted when it is read, since most never are."""
-        return f"the state at {format_path(self.path)}, written by {self.writer}"
-
-    @owner.setter
-    def owner(self, writer: str) -> None:
-        self.writer = writer
+        return f"the state at {format_path(self.path)}, written by {self._owner}"
 
     def forget_history(self) -> None:
         """Begin anew: all stages know of the operators so far."""
@@ -84,7 +78,7 @@ class StatePlaceholder(Placeholder):
         def record(tensor: Tensor) -> Tensor:
             if not isinstance(tensor, Placeholder) or isinstance(tensor, StatePlaceholder):
                 return tensor
-            result = cls.like(tensor, tensor.device, first.writer)
+            result = cls.like(tensor, tensor.device, first._owner)
             result.path, result.root = first.path, first.root
             result.base = None if not is_view else first if first.base is None else first.base
             result.history = first._extended(func, args, kwargs) if isinstance(output, Tensor) else None

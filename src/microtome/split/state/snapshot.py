@@ -15,7 +15,7 @@ from xxhash import xxh3_64_hexdigest
 
 from microtome.engine.attributes import dict_of
 from microtome.engine.pytree import is_plain_class
-from microtome.engine.torch_internals import DisableTorchFunction, version_of
+from microtome.engine.torch_internals import DisableTorchFunction, versions_of
 from microtome.errors import Unsupported
 from microtome.split.execution.placeholder import Placeholder
 
@@ -39,20 +39,20 @@ class StatePart(NamedTuple):
     """
 
     value: Any
-    version: int = 0
+    version: Any = 0
 
     @classmethod
     def of(cls, value: Any) -> StatePart:
-        return cls(value, version_of(value) if type(value) is Tensor else 0)
+        return cls(value, versions_of([value])[0] if type(value) is Tensor else 0)
 
     def is_same(self, other: StatePart) -> bool:
         if self.value is other.value:
-            is_unversioned = type(self.value) is Tensor and self.value.is_inference()  # it may have been written to
-            return self.version == other.version and not is_unversioned
-        return _is_equal(self.value, other.value)
+            return bool(self.version == other.version)
+        return is_equal(self.value, other.value)
 
 
-def _is_equal(value: Any, other: Any) -> bool:
+def is_equal(value: Any, other: Any) -> bool:
+    """Whether two plain values are equal; False for parts that are compared by identity."""
     return type(value) is type(other) and type(value) in _COMPARED and bool(value == other)
 
 
@@ -93,8 +93,10 @@ class StateLayout:
         self.tensors = [position for position, cls in enumerate(self._types) if cls is Tensor]
         self.placeholders = [position for position, cls in enumerate(self._types) if issubclass(cls, Placeholder)]
         self._all_tensors = [position for position, cls in enumerate(self._types) if issubclass(cls, Tensor)]
-        named = [holder.position for holder in self._holders if type(holder.value) is not tuple]
-        self._plain = sorted(set(range(len(self.paths))).difference(self._all_tensors, named))
+        self._plain = [at for at, cls in enumerate(self._types) if cls in _COMPARED and cls is not torch.device]
+        leaves = set(range(len(self.paths))).difference(self._all_tensors, self._plain)
+        # Classes, devices and modules.
+        self._others = sorted(leaves.difference(holder.position for holder in self._holders))
         self._text = f"{[_spell_holder(holder.value) for holder in self._holders]}{self._all_tensors}"
 
     def _add(self, value: Any, path: Path, visited: set[int]) -> None:
@@ -135,10 +137,13 @@ class StateLayout:
 
     def spell(self, values: list[Any], *, numbers: bool) -> str:
         """All that every stage knows of these values; see `digest_of`."""
-        plain = [_spell(values[at]) for at in self._plain]
+        plain = [values[at] for at in self._plain]
+        others = [getattr(values[at], "__name__", "-") for at in self._others]
         tensors = [values[at] for at in self._all_tensors]
-        known = [(at, one.tolist()) for at, one in enumerate(tensors) if numbers and is_known_by_value(one)]
-        return f"{self._text}{plain}{[one.shape for one in tensors]}{[one.dtype for one in tensors]}{known}"
+        integers = [at for at, one in enumerate(tensors) if numbers and not one.dtype.is_floating_point]
+        known = [(at, tensors[at].tolist()) for at in integers if is_known_by_value(tensors[at])]
+        shapes, dtypes = [one.shape for one in tensors], [one.dtype for one in tensors]
+        return f"{self._text}{plain}{others}{shapes}{dtypes}{known}"
 
 
 def _items_of(value: Any, path: Path) -> Any:
@@ -160,7 +165,8 @@ class StateSnapshot(Mapping[Path, StatePart]):
     def __init__(self, layout: StateLayout, values: list[Any]) -> None:
         self.layout = layout
         self.part_values = values
-        self._versions = {position: version_of(values[position]) for position in layout.tensors}
+        versions = versions_of([values[position] for position in layout.tensors])
+        self._versions = dict(zip(layout.tensors, versions, strict=True))
 
     @classmethod
     def of(cls, state: Any, last: StateSnapshot | None = None) -> StateSnapshot:
@@ -197,11 +203,15 @@ class StateSnapshot(Mapping[Path, StatePart]):
 
     def changes_since(self, before: StateSnapshot) -> dict[Path, StatePart]:
         """The parts that changed since another snapshot with the same layout."""
-        pairs = zip(self.part_values, before.part_values, strict=True)
-        changed = {at for at, (now, then) in enumerate(pairs) if now is not then and not _is_equal(now, then)}
-        for at, version in self._versions.items():
-            if version != before._versions[at] or self.part_values[at].is_inference():  # it may have been written to
-                changed.add(at)
+        pairs = enumerate(zip(self.part_values, before.part_values, strict=True))
+        replaced = [at for at, (now, then) in pairs if now is not then]
+        changed = {
+            at
+            for at in replaced
+            if type(self.part_values[at]) not in _COMPARED or not is_equal(self.part_values[at], before.part_values[at])
+        }
+        if self._versions != before._versions:
+            changed.update(at for at, version in self._versions.items() if version != before._versions[at])
         return {self.layout.paths[at]: self._part(at) for at in sorted(changed)}
 
     def placeholders(self) -> Iterator[tuple[Path, Placeholder]]:
@@ -249,14 +259,6 @@ def digest_of_snapshots(snapshots: Iterable[StateSnapshot], *, values: bool = Tr
     with DisableTorchFunction():  # else reading the shape of a placeholder calls Python code
         texts = [snapshot.layout.spell(snapshot.part_values, numbers=values) for snapshot in snapshots]
     return xxh3_64_hexdigest("\n".join(texts).encode())
-
-
-def _spell(value: Any) -> Any:
-    """A leaf other than a tensor, as every stage knows it."""
-    cls = type(value)
-    if cls in _COMPARED and cls is not torch.device:
-        return value
-    return getattr(value, "__name__", "-")  # a class, device or module
 
 
 def _spell_holder(value: Any) -> str:

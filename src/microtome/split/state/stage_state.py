@@ -32,7 +32,7 @@ class StageState:
 
     Attributes:
         objects: The state objects, in the order of the model's arguments.
-        before: Their snapshots when the step began.
+        before: Their snapshots when the step began; empty between two steps.
         after: Their snapshots after the last change; None: they may have changed since.
     """
 
@@ -57,7 +57,7 @@ class StageState:
 
     def find_edits(self) -> Edits:
         """The edits of the caller, who has the objects, since the last step."""
-        before, self.after = self.after or self.before, self.read()
+        before, self.after = self.after or [], self.read()
         return list(map(find_edits, before, self.after))
 
     def begin_step(self, stage: Stage, edits: Edits = ()) -> None:
@@ -80,8 +80,9 @@ class StageState:
 
     def end_step(self, stage: Stage) -> Changes:
         """The changes by this stage, for the others, after `check_step`."""
-        after = self.check_step(stage)
-        return [find_changes(old, new, by_others=False) for old, new in zip(self.before, after, strict=True)]
+        before, after = self.before, self.check_step(stage)
+        self.before = []  # its tensors are freed
+        return [find_changes(old, new, by_others=False) for old, new in zip(before, after, strict=True)]
 
     def apply(self, stage: Stage, changes: Changes) -> None:
         """Change the objects as another stage changed its own."""
@@ -92,7 +93,7 @@ class StageState:
 
     def forget_edits(self) -> None:
         """End the step: what the caller changes from now on is an edit."""
-        self.after = self.read()
+        self.before, self.after = [], self.read()
         for snapshot in self.after:
             forget_history(snapshot)
 
