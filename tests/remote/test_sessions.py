@@ -17,6 +17,7 @@ import grpc
 import pytest
 import torch
 from prometheus_client import generate_latest
+from torch import nn
 
 import microtome as mt
 from microtome.engine.pytree import as_state
@@ -102,6 +103,78 @@ def test_an_encoder_decoder_generates_the_same() -> None:
         mt.connect(model, example, server.address, at="decoder.block.1", fallback=None) as remote,
     ):
         assert tokens(remote, num_beams=2).equal(tokens(model, num_beams=2))
+
+
+def test_the_output_of_an_encoder_is_sent_once() -> None:
+    model, prompt = build_t5(), torch.arange(1, 65)[None] % VOCABULARY
+    example = {"input_ids": prompt, "decoder_input_ids": prompt[:, :1]}
+    with (
+        serve(model, example, listen="127.0.0.1:0") as server,
+        mt.connect(model, example, server.address, at="decoder.block.0", codec="raw", fallback=None) as remote,
+    ):
+        options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+        for ids in (prompt, prompt.flip(1)):  # another prompt has another output
+            remote.requests.clear()
+            assert remote.generate(ids, **options).equal(model.generate(ids, **options))
+            first, *later = (record.sent_bytes for record in remote.requests)
+            encoder = 64 * model.config.d_model * 4
+            assert first > encoder
+            assert max(later[1:]) < encoder / 4  # the bias of 64 positions, a hidden state, and what describes them
+
+
+@torch.no_grad()
+def test_an_input_that_changes_in_place_is_sent_again() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(512, 512), nn.Linear(512, 512)
+
+        def forward(self, x: torch.Tensor, memory: Memory) -> dict[str, Any]:
+            memory.steps += 1
+            return {"out": self.last(self.first(x) + x) * memory.steps, "memory": memory}
+
+    torch.manual_seed(0)
+    model, x = Net().eval(), torch.ones(1, 512)
+    example = {"x": x, "memory": Memory(0)}
+    whole, memory = Memory(0), Memory(0)
+    with (
+        serve(model, example, listen="127.0.0.1:0") as server,
+        mt.connect(model, example, server.address, at="first", codec="raw", fallback=None) as remote,
+        remote.session() as session,
+    ):
+        for step in range(4):
+            if step == 2:
+                x.data.mul_(2)  # which increments no version counter
+            output = session(x=x, memory=memory)
+            memory = output["memory"]
+            assert output["out"].equal(model(x=x, memory=whole)["out"])
+        sent = [record.sent_bytes for record in remote.requests][-4:]
+    assert [nbytes > 2 * x.nbytes for nbytes in sent] == [True, False, True, False]
+
+
+@torch.no_grad()
+def test_repeated_inputs_are_there_when_a_session_is_replayed() -> None:
+    model, prompt = build_t5(), torch.arange(1, 65)[None] % VOCABULARY
+    example = {"input_ids": prompt, "decoder_input_ids": prompt[:, :1]}
+    options = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False}
+    expected = model.generate(prompt, **options)
+    with (
+        serve(model, example, listen="127.0.0.1:0", sessions=1) as server,
+        mt.connect(model, example, server.address, at="decoder.block.0", fallback=None) as remote,
+        mt.connect(model, example, server.address, at="decoder.block.0", fallback=None) as other,
+    ):
+
+        class Evict:
+            """A streamer that lets another session take the place of this one after some tokens."""
+
+            def put(self, value: Any) -> None:
+                if len(remote.requests) in (4, 7):
+                    other.generate(prompt, max_new_tokens=1, do_sample=False)
+
+            def end(self) -> None: ...
+
+        assert remote.generate(prompt, **options, streamer=Evict()).equal(expected)
+        assert len(remote.requests) > 10  # some steps were replayed
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from microtome.inputs import Inputs
 from microtome.remote import protocol
 from microtome.remote.error_kinds import TRANSIENT
 from microtome.remote.payloads import ExpectedReply, check_not_autocast, unpack_output
+from microtome.remote.repeated_inputs import SentInputs
 from microtome.remote.request import RemoteRequest, RequestOptions, RequestState, Route
 from microtome.remote.step_codec import (
     DeltaCodec,
@@ -142,6 +143,7 @@ class _RemoteSequence(StepSequence):
         self._options = options
         self._records = records
         self._splits: dict[int, bytes] = {}  # the encoded descriptions, by the identity of the variant
+        self._sent_inputs = SentInputs()
         self._log: list[LoggedStep] | None = []  # None: it became too long to be kept
         self._logged_bytes = 0
         self._reset()
@@ -171,7 +173,7 @@ class _RemoteSequence(StepSequence):
         if id(variant) not in self._splits:
             self._splits[id(variant)] = encode_split(variant.describe())
         expected = ExpectedReply(variant.spec.example, self._inputs, self._options.max_reply_bytes)
-        encoded = boundary.to_bytes(self._route.codec)
+        encoded = self._sent_inputs.without_repeated(boundary).to_bytes(self._route.codec)
         step = LoggedStep(variant, self._splits[id(variant)], encoded_state, encoded, expected)
         self._num_steps += 1
         self._keep(step)

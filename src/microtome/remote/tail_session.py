@@ -11,6 +11,7 @@ from torch import Tensor
 from microtome.engine.pytree import as_state, base_class
 from microtome.errors import BadBoundary, describe_error
 from microtome.remote.error_kinds import TooLarge
+from microtome.remote.repeated_inputs import KeptInputs
 from microtome.remote.step_codec import encode_changes, parse_edits, parse_states
 from microtome.split.boundary.boundary import Boundary
 from microtome.split.boundary.schema import PLACEHOLDER_DTYPES, PlaceholderSpec
@@ -38,12 +39,13 @@ class TailSession:
 
     def __init__(self) -> None:
         self.state = StageState([])
+        self._inputs = KeptInputs()
         self._has_begun = False
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the state that is kept here."""
-        return self.state.nbytes
+        """The bytes of the state that is kept here, and of inputs that the next step may not send."""
+        return self.state.nbytes + self._inputs.nbytes
 
     def run(self, tail: Stage, state: bytes, boundary: Boundary, max_bytes: int | None = None) -> StepResult:
         """Run a step.
@@ -61,6 +63,7 @@ class TailSession:
             else:
                 self.state = StageState(_make_states(state, tail))
                 self._has_begun = True
+            self._inputs.restore(boundary)
             self.state.begin_step(tail, edits)
             output = tail.run((boundary,), {}, state=self.state, release=True)
             return StepResult(output, encode_changes(self.state.end_step(tail)))
