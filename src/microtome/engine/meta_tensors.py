@@ -42,6 +42,7 @@ class SimulatedDevice:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.type = device.type
         index = -1 if device.index is None else device.index
         self._results: dict[Callable[..., Any], Any] = {
             Tensor.device.__get__: device,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from microtome.engine import meta_tensors
+from microtome.engine.kernel_outputs import CORRECTIONS, Correction, correct_outputs
 from microtome.engine.pytree import map_tensors, tensors_in
 from microtome.engine.random_states import mark_operators_observed, record_draw
 from microtome.engine.torch_internals import (
@@ -104,11 +105,13 @@ class _OpInfo(NamedTuple):
             and may copy from meta to a device. `"composite"`: torch decomposes it, unless a type of tensor has a kernel
             for it.
         is_random: Whether it draws random numbers.
+        correction: Returns the layouts of its outputs on the device, where those of its meta kernel differ.
     """
 
     func: Any
     category: Literal["metadata query", "grouped product", "read", "functional", "copy", "composite", "other"]
     is_random: bool
+    correction: Correction | None
 
 
 _QUERIES = frozenset(
@@ -123,7 +126,7 @@ _infos: dict[int, _OpInfo] = {}
 
 def _add_info(func: Any) -> _OpInfo:
     is_random = isinstance(func, OpOverload) and torch.Tag.nondeterministic_seeded in func.tags
-    info = _infos[id(func)] = _OpInfo(func, _categorize(func), is_random)
+    info = _infos[id(func)] = _OpInfo(func, _categorize(func), is_random, CORRECTIONS.get(str(func)))
     return info
 
 
@@ -164,6 +167,15 @@ def _grouped_product(a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Any
     return grouped_product_output(a, b, offs, dtype)
 
 
+def _device_type(tensor: Tensor) -> str | None:
+    """The type of the device that a meta or fake tensor stands for, of which "cpu" if unknown; None for a real one."""
+    if not _is_fake(type(tensor)) and not tensor.is_meta:
+        return None
+    simulated = meta_tensors.simulated_device()
+    kind = simulated.type if tensor.is_meta and simulated is not None else tensor.device.type
+    return "cpu" if kind == "meta" else kind
+
+
 def _compute(info: _OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator; in a run on meta tensors, also on the values of integers that are known."""
     func, category = info.func, info.category
@@ -171,6 +183,8 @@ def _compute(info: _OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     output = meta_tensors.compute_read(func, args, kwargs) if is_reader else NotImplemented
     if output is NotImplemented:
         output = _run_cached(info, args, kwargs)
+        if info.correction is not None and (device_type := _device_type(args[0])) is not None:
+            output = correct_outputs(info.correction, args, output, device_type)
         last = output if output.__class__ is Tensor else output[-1] if output.__class__ is tuple and output else None
         if last.__class__ is Tensor and last.is_meta and last.dtype in meta_tensors.INTEGER_DTYPES:
             meta_tensors.propagate(func, args, kwargs, output)
