@@ -15,7 +15,8 @@ import pytest
 import torch
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.hazmat.primitives.asymmetric import ed448 as ed448_keys
 from cryptography.x509.oid import NameOID
 from torch import Tensor, nn
 
@@ -243,12 +244,125 @@ def test_files_that_make_no_sense_are_refused(
         ({"tls_key": good.key}, "TLS needs both"),
         ({"client_ca": ours.file}, "client certificates need TLS"),
         ({"tls_cert": str(tmp_path / "none"), "tls_key": good.key}, "cannot read"),
-        ({"tls_cert": good.cert, "tls_key": good.cert}, "cannot listen|no certificate"),
+        ({"tls_cert": good.cert, "tls_key": good.cert}, "tls_key=: expected a private key"),
     ):
         with pytest.raises((BadQuery, BadFile), match=words):
             mt.serve(stage, listen="127.0.0.1:0", **options)  # type: ignore[arg-type]
     with pytest.raises(BadQuery, match="expected a client certificate with its key"):
         mt.connect(*resnet, "127.0.0.1:1", at="layer1", cert=good.cert)
+
+
+# -- certificates and keys that are not what their option expects ----------------------------------------------------
+
+SERVER, CLIENT = ("tls_cert", "tls_key", "client_ca"), ("cert", "key", "ca")
+
+
+@pytest.fixture(scope="module")
+def unusable(ours: Authority, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Files that are neither a certificate nor a key that gRPC can use, by name."""
+    folder, good = tmp_path_factory.mktemp("unusable"), ours.sign("good")
+    cert, key = Path(good.cert).read_bytes(), Path(good.key).read_bytes()
+    encoding, form = serialization.Encoding, serialization.PrivateFormat
+    loaded = serialization.load_pem_private_key(key, None)
+    encrypted = serialization.BestAvailableEncryption(b"secret")
+    contents = {
+        "token": b"0123456789abcdef\n",
+        "empty": b"\n",
+        "der": x509.load_pem_x509_certificate(cert).public_bytes(encoding.DER),
+        "corrupt certificate": cert.replace(cert.splitlines()[2], b"A" * len(cert.splitlines()[2])),
+        "corrupt key": key.replace(key.splitlines()[2], b"A" * len(key.splitlines()[2])),
+        "truncated certificate": cert[:200],
+        "request": b"-----BEGIN CERTIFICATE REQUEST-----\nMA==\n-----END CERTIFICATE REQUEST-----\n",
+        "encrypted key": loaded.private_bytes(encoding.PEM, form.PKCS8, encrypted),
+        "older encrypted key": loaded.private_bytes(encoding.PEM, form.TraditionalOpenSSL, encrypted),
+        "OpenSSH key": loaded.private_bytes(encoding.PEM, form.OpenSSH, serialization.NoEncryption()),
+    }
+    files = {"key": good.key, "certificate": good.cert, "another key": ours.sign("other").key}
+    for name, content in contents.items():
+        files[name] = str(folder / name.replace(" ", "-"))
+        Path(files[name]).write_bytes(content)
+    rsa_key = rsa.generate_private_key(65537, 2048)
+    files["RSA key"] = str(folder / "rsa.key")
+    Path(files["RSA key"]).write_bytes(rsa_key.private_bytes(encoding.PEM, form.PKCS8, serialization.NoEncryption()))
+    return files
+
+
+@pytest.mark.parametrize("arguments", [SERVER, CLIENT], ids=["server", "client"])
+@pytest.mark.parametrize(
+    ("which", "file", "message"),
+    [
+        (0, "token", "expected a certificate in PEM format in '.*token', got a file without PEM data. Pass the file"),
+        (0, "empty", "got an empty file. Pass the file that begins with -----BEGIN CERTIFICATE-----"),
+        (0, "der", "got binary data. If it is DER, convert it: openssl x509 -inform der -in .*der -out"),
+        (0, "key", "expected a certificate in PEM .*, got a private key. Pass the file that begins with"),
+        (0, "request", "got a certificate request. Pass the file that begins with -----BEGIN CERTIFICATE-----"),
+        (0, "corrupt certificate", r"got a corrupt one \(.*\). Copy or create it again"),
+        (0, "truncated certificate", r"got a corrupt one \(.*\). Copy or create it again"),
+        (1, "token", "expected a private key in PEM format in '.*token', got a file without PEM data"),
+        (1, "certificate", "got a certificate. Pass the file that begins with -----BEGIN PRIVATE KEY-----"),
+        (1, "OpenSSH key", "got a block 'OPENSSH PRIVATE KEY'. Pass the file"),
+        (1, "corrupt key", r"got a corrupt one \(.*\). Copy or create it again"),
+        (1, "encrypted key", "got an encrypted one. Decrypt it: openssl pkey -in "),
+        (1, "older encrypted key", "got an encrypted one. Decrypt it: openssl pkey -in "),
+        (1, "another key", r"expected the private key of '.*' \({cert}=\) in '.*', got that of another certificate"),
+        (1, "RSA key", r"expected the private key of '.*' \({cert}=\) in '.*', got that of another certificate"),
+        (2, "token", "expected a certificate in PEM format in '.*token', got a file without PEM data"),
+        (2, "key", "got a private key"),
+        (2, "corrupt certificate", "got a corrupt one"),
+    ],
+)
+def test_a_tls_file_that_is_not_what_its_option_expects_is_named(
+    ours: Authority, unusable: dict[str, str], arguments: tuple[str, ...], which: int, file: str, message: str
+) -> None:
+    files = dict(zip(arguments, (unusable["certificate"], unusable["key"], ours.file), strict=True))
+    security: Any = ServerSecurity if arguments == SERVER else Security
+    assert security(**files).credentials() is not None
+    files[arguments[which]] = unusable[file]
+    with pytest.raises(BadFile, match=f"^{arguments[which]}=: .*{message.replace('{cert}', arguments[0])}"):
+        security(**files).credentials()
+
+
+def test_a_server_names_its_tls_files_before_it_analyzes_the_model(unusable: dict[str, str]) -> None:
+    with pytest.raises(BadFile, match="^tls_key=: expected the private key of '.*', got that of another"):
+        mt.serve(
+            nn.Identity(), object(), tls_cert=unusable["certificate"], tls_key=unusable["another key"], client_ca=None
+        )
+
+
+def test_certificates_and_keys_may_share_a_file_with_comments(ours: Authority, tmp_path: Path) -> None:
+    good, both = ours.sign("good"), tmp_path / "both.pem"
+    both.write_bytes("# für den Server\n".encode() + b"".join(Path(one).read_bytes() for one in (good.key, good.cert)))
+    assert ServerSecurity(str(both), str(both), str(both)).credentials() is not None
+
+
+@pytest.fixture
+def ed448(tmp_path: Path) -> Signed:
+    """A certificate that OpenSSL accepts and gRPC does not."""
+    key = ed448_keys.Ed448PrivateKey.generate()
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "ed448")])
+    made = x509.CertificateBuilder().serial_number(1).subject_name(name).issuer_name(name)
+    made = made.public_key(key.public_key()).not_valid_before(NOW - DAY).not_valid_after(NOW + DAY)
+    files = Signed(str(tmp_path / "ed448.pem"), str(tmp_path / "ed448.key"))
+    pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
+    Path(files.cert).write_bytes(made.sign(key, None).public_bytes(pem))
+    Path(files.key).write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain))
+    return files
+
+
+def test_a_certificate_that_only_grpc_rejects_is_not_blamed_on_the_address(
+    resnet: tuple[nn.Module, Tensor], stage: Any, ours: Authority, ed448: Signed
+) -> None:
+    with pytest.raises(
+        BadFile, match="ed448.pem': gRPC cannot use a certificate of this type: expected one with a key"
+    ):
+        served(stage, ed448)
+    with served(stage, ours.sign("good")) as server:
+        error = refusal(server, resnet, ca=ours.file, cert=ed448.cert, key=ed448.key, timeout=60)
+        assert error.kind == "REFUSED"  # at once
+        assert "TLS failed: ca= or cert=: gRPC cannot use a certificate of this type" in str(error)
+        good = ours.sign("good")
+        with pytest.raises(BadQuery, match="cannot listen on .*: the port is in use"):
+            mt.serve(stage, listen=server.address, tls_cert=good.cert, tls_key=good.key)
 
 
 # -- where it listens --------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 
 from microtome.errors import BadBoundary, MicrotomeError, NoMatch, RemoteError, describe_error
 from microtome.remote import protocol
+from microtome.remote.tls_files import UNUSABLE_KEY
 from microtome.results.metrics import advise
 
 if TYPE_CHECKING:
@@ -134,6 +135,8 @@ def _tls_failure(details: str) -> str:
     if "WRONG_VERSION_NUMBER" in details:
         server, client = advise("tls_cert=", "--tls-cert"), advise("tls=, ca= and cert=", "--tls, --ca and --cert")
         return f" does not use TLS: start the server with {server}, or leave out {client}"
+    if "Failed to create security handshaker" in details:  # the files were checked, so that it is the type of a key
+        return f": TLS failed: {advise('ca= or cert=', '--ca or --cert')}: {UNUSABLE_KEY}"
     if "Hostname Verification Check failed" in details:
         option = advise("server_name=", "--server-name")
         return f": TLS verification failed: the certificate is of another host. Pass the name in it with {option}"

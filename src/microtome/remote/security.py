@@ -15,6 +15,7 @@ import grpc
 from microtome.errors import BadFile, BadQuery
 from microtome.files.reading import read_bytes
 from microtome.remote import protocol
+from microtome.remote.tls_files import TlsFile, read_pair
 from microtome.results.metrics import advise
 
 if TYPE_CHECKING:
@@ -59,13 +60,20 @@ class Security:
         return () if self.token is None else ((_HEADER, _SCHEME + self.token),)
 
     def credentials(self) -> grpc.ChannelCredentials | None:
-        """Return the credentials of a channel; None: it is not encrypted."""
+        """Return the credentials of a channel; None: it is not encrypted.
+
+        Raises:
+            BadFile: A file is not what its option expects.
+        """
         if not self.is_encrypted:
             return None
         if (self.cert is None) != (self.key is None):
             raise BadQuery("expected a client certificate with its key, got one without the other")
-        files = (self.ca, self.key, self.cert)
-        return grpc.ssl_channel_credentials(*(None if file is None else _read_file(file) for file in files))
+        ca = None if self.ca is None else TlsFile("ca", self.ca).read("certificate")
+        if self.cert is None or self.key is None:
+            return grpc.ssl_channel_credentials(ca)
+        cert, key = read_pair(TlsFile("cert", self.cert), TlsFile("key", self.key))
+        return grpc.ssl_channel_credentials(ca, key, cert)
 
 
 @dataclass(frozen=True)
@@ -90,16 +98,24 @@ class ServerSecurity:
             raise BadQuery("expected a token of one line of ASCII, got an empty one")
 
     def credentials(self) -> grpc.ServerCredentials | None:
-        """Return the credentials of a port; None: it is not encrypted."""
+        """Return the credentials of a port; None: it is not encrypted.
+
+        Raises:
+            BadFile: A file is not what its option expects.
+        """
         if self.tls_cert is None and self.tls_key is None:
             if self.client_ca is not None:
                 raise BadQuery(f"client certificates need TLS: add {_cert_and_key()}")
             return None
         if self.tls_cert is None or self.tls_key is None:
             raise BadQuery(f"TLS needs both {_cert_and_key()}")
-        ca = None if self.client_ca is None else _read_file(self.client_ca)
-        pair = [(_read_file(self.tls_key), _read_file(self.tls_cert))]
-        return grpc.ssl_server_credentials(pair, ca, require_client_auth=ca is not None)
+        cert, key = read_pair(TlsFile("tls_cert", self.tls_cert), TlsFile("tls_key", self.tls_key))
+        ca = None if self.client_ca is None else TlsFile("client_ca", self.client_ca).read("certificate")
+        return grpc.ssl_server_credentials([(key, cert)], ca, require_client_auth=ca is not None)
+
+    def describe_files(self) -> str:
+        """Return the names of the files of TLS."""
+        return ", ".join(repr(file) for file in (self.tls_cert, self.client_ca) if file is not None)
 
     def risks(self) -> str:
         """Return what others can do if they reach the server, and the options against it; empty: nothing."""
@@ -158,7 +174,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 def read_token(file: str) -> str:
     """Read a token from a file of one line."""
-    token = _read_file(file).decode(errors="replace").strip()
+    token = read_bytes(file, 1 << 20).decode(errors="replace").strip()
     if not token or not token.isascii() or "\n" in token:
         raise BadFile(f"expected a token of one line of ASCII in {file!r}")
     return token
@@ -178,10 +194,6 @@ def is_loopback(address: str) -> bool:
 def _check_token(token: str | None) -> None:
     if token is not None and not (token.isascii() and token.isprintable()):
         raise BadQuery("expected a token of one line of ASCII, got other characters")
-
-
-def _read_file(file: str) -> bytes:
-    return read_bytes(file, 1 << 20)
 
 
 def _cert_and_key() -> str:

@@ -13,7 +13,7 @@ import grpc
 from torch import nn
 
 from microtome.endpoints import explain_endpoint
-from microtome.errors import BadQuery
+from microtome.errors import BadFile, BadQuery
 from microtome.remote import protocol
 from microtome.remote.health import Health
 from microtome.remote.peers import Peers
@@ -22,6 +22,7 @@ from microtome.remote.security import AuthInterceptor, ServerSecurity, is_loopba
 from microtome.remote.served_model import ServedModel
 from microtome.remote.service import Service
 from microtome.remote.session_store import SessionLimits
+from microtome.remote.tls_files import UNUSABLE_KEY
 from microtome.remote.watchdog import Watchdog
 from microtome.remote.worker import Limits
 from microtome.split.stage import Stage
@@ -50,11 +51,19 @@ class Server:
             reports NOT_SERVING and answers nothing: restart the process.
     """
 
-    def __init__(self, served: ServedModel, listen: str, security: ServerSecurity, limits: Limits) -> None:
+    def __init__(
+        self,
+        served: ServedModel,
+        listen: str,
+        security: ServerSecurity,
+        credentials: grpc.ServerCredentials | None,
+        limits: Limits,
+    ) -> None:
         self.served = served
         self.metrics = Metrics()
         self.address = listen
         self._security = security
+        self._credentials = credentials
         self._limits = limits
         self._ready: Future[asyncio.AbstractEventLoop] = Future()
         self._stop = asyncio.Event()
@@ -67,7 +76,6 @@ class Server:
         return None if self._service is None else self._service.failure
 
     def start(self) -> Self:
-        self._security.credentials()  # raises if files cannot be read
         if not is_loopback(self.address) and (risks := self._security.risks()):
             warnings.warn(
                 f"{self.address} can be reached from other machines, and {risks}", RuntimeWarning, stacklevel=3
@@ -151,18 +159,26 @@ class Server:
         )
 
     def _bind(self, server: Any) -> str:
-        credentials = self._security.credentials()
         host, _, requested = self.address.rpartition(":")
         try:
-            if credentials is None:
+            if self._credentials is None:
                 port = server.add_insecure_port(self.address)
             else:
-                port = server.add_secure_port(self.address, credentials)
+                port = server.add_secure_port(self.address, self._credentials)
         except RuntimeError as error:
+            if self._credentials is not None and self._can_bind():
+                raise BadFile(f"{self._security.describe_files()}: {UNUSABLE_KEY}") from error
             raise BadQuery(
                 f"cannot listen on {self.address!r}: the port is in use, or the address is not of this machine"
             ) from error
         return f"{host}:{port}" if requested.isdigit() else self.address
+
+    def _can_bind(self) -> bool:
+        """Whether a server without TLS could listen on the address."""
+        try:
+            return bool(grpc.aio.server(options=self._options()).add_insecure_port(self.address))
+        except RuntimeError:
+            return False
 
 
 def serve(
@@ -214,11 +230,12 @@ def serve(
             raise BadQuery(f"expected a {name} of 1 or more requests, got {number!r}")
     if not isinstance(sessions, int) or sessions < 0:
         raise BadQuery(f"expected a number of sessions of 0 or more, got {sessions!r}")
+    security = ServerSecurity(tls_cert, tls_key, client_ca, token)
+    credentials = security.credentials()  # checks the files, before the model is analyzed, which takes longer
     served = ServedModel(model, inputs)
     max_bytes = parse_size(max_message)
     if max_bytes > _MAX_BOUNDARY_BYTES:
         raise BadQuery(f"expected max_message of at most {size(_MAX_BOUNDARY_BYTES)}, got {max_message!r}")
     session_limits = SessionLimits(sessions, parse_size(state_memory), parse_seconds(session_timeout))
     limits = Limits(max_bytes, concurrency, batch, parse_seconds(batch_window), session_limits)
-    security = ServerSecurity(tls_cert, tls_key, client_ca, token)
-    return Server(served, listen, security, limits).start()
+    return Server(served, listen, security, credentials, limits).start()
