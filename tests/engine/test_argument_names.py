@@ -76,3 +76,15 @@ def test_values_that_cross_a_cut_have_the_names_of_parameters() -> None:
     x = torch.randn(4, 2)
     assert list(head(x).tensors) == ["image", "layer"]
     assert tail(head(x)).equal(model(x))
+
+
+def test_a_description_names_arguments_as_submodules_are_named() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Identity()
+
+        def forward(self, layer: torch.Tensor) -> torch.Tensor:
+            return self.layer(layer)  # type: ignore[no-any-return]
+
+    assert describe_arguments(Net(), mt.Inputs(torch.ones(2, 3))) == "layer 2x3"

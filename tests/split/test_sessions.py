@@ -444,3 +444,12 @@ def test_tensors_of_earlier_steps_are_freed(model: Model) -> None:
         earlier = [weakref.ref(states[0].kept[at]) for states, at in zip(session._sequence.states, (0, 3), strict=True)]
         session(x=torch.ones(1, 1, 4), memory=memory)
         assert [ref() for ref in earlier] == [None, None]
+
+
+@torch.no_grad()
+def test_a_closed_session_runs_no_step(model: Model) -> None:
+    stages = mt.split(model, {"x": torch.ones(1, 1, 4), "memory": Memory(4)}, at="layers.1")
+    with stages.session() as session:
+        session(x=torch.ones(1, 1, 4), memory=Memory(4))
+    with pytest.raises(SessionError, match=r"expected an open session, got one that was closed: begin another"):
+        session(x=torch.ones(1, 1, 4), memory=Memory(4))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from itertools import chain, repeat
 from typing import Any
 
@@ -24,8 +25,12 @@ def named_arguments(model: nn.Module | None, inputs: Inputs) -> dict[str, Any]:
     >>> list(named_arguments(nn.MultiheadAttention(8, 2), Inputs(1, 2, value=3)))
     ['query', 'key', 'value']
     """
+    return _name(model, inputs, () if model is None else own_children(model))
+
+
+def _name(model: nn.Module | None, inputs: Inputs, reserved: Iterable[str]) -> dict[str, Any]:
     names = [] if model is None else _positional_names(unwrap_model(model), len(inputs.args))
-    taken = {*inputs.kwargs, *(() if model is None else own_children(model))}
+    taken = {*inputs.kwargs, *reserved}
     named: dict[str, Any] = {}
     for index, value in enumerate(inputs.args):
         is_named = index < len(names) and names[index] not in taken
@@ -40,7 +45,8 @@ def describe_arguments(model: nn.Module, inputs: Inputs) -> str:
     >>> describe_arguments(nn.Bilinear(2, 2, 1), Inputs(torch.ones(3, 2), input2=torch.ones(3, 2).half()))
     'input1 3x2, input2 3x2:float16'
     """
-    texts = {name: repr(Inputs(value))[len("Inputs(") : -1] for name, value in named_arguments(model, inputs).items()}
+    named = _name(model, inputs, ())  # here, nothing else has a name
+    texts = {name: repr(Inputs(value))[len("Inputs(") : -1] for name, value in named.items()}
     return ", ".join(f"{name} {text.replace(':float32', '')}" for name, text in texts.items()) or "no arguments"
 
 

@@ -13,7 +13,7 @@ from microtome.engine.argument_names import named_arguments
 from microtome.engine.pytree import as_state
 from microtome.engine.selectors import unwrap_model
 from microtome.engine.session import keep_patched
-from microtome.errors import BadInputs, Unsupported
+from microtome.errors import BadInputs, SessionError, Unsupported
 from microtome.inputs import Inputs
 from microtome.split.analysis.call_arguments import state_objects_in
 from microtome.split.state.contents import kind_of
@@ -35,10 +35,13 @@ class StageSession:
         self._variants = variants
         self._sequence = StepSequence()
         self._kind: str | None = None
+        self._is_closed = False
         self.num_steps = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step."""
+        if self._is_closed:
+            raise SessionError("expected an open session, got one that was closed: begin another with session()")
         variant, inputs = self._variants.for_step(Inputs(*args, **kwargs), self._kind, self._sequence.read)
         with as_state(variant.spec.state_classes):
             if self._kind is None:
@@ -53,7 +56,7 @@ class StageSession:
     def close(self) -> None:
         """Drop the state."""
         self._sequence = StepSequence()
-        self._kind = None
+        self._is_closed = True
 
     def __enter__(self) -> Self:
         return self
