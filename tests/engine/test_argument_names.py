@@ -85,6 +85,6 @@ def test_a_description_names_arguments_as_submodules_are_named() -> None:
             self.layer = nn.Identity()
 
         def forward(self, layer: torch.Tensor) -> torch.Tensor:
-            return self.layer(layer)  # type: ignore[no-any-return]
+            return self.layer(layer)
 
     assert describe_arguments(Net(), mt.Inputs(torch.ones(2, 3))) == "layer 2x3"

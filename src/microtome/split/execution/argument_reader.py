@@ -22,10 +22,14 @@ class ArgumentLayout:
     """The positions of tensors, plain values and state objects among arguments of one structure.
 
     Only for structures that the call cannot mutate: leaves, and tuples of leaves.
+
+    Attributes:
+        is_complete: Whether all leaves are such; a layout that is not complete is of no use.
+        digest: A digest of the call and of the structure.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: str, *, in_order: bool) -> None:
-        names, values = list(kwargs), [*args, *kwargs.values()]
+        values = [*args, *kwargs.values()]
         count = len(values)
         self._tuples: list[tuple[int, list[type]]] = []
         items: dict[int, range] = {}
@@ -33,12 +37,9 @@ class ArgumentLayout:
             self._tuples.append((position, list(map(type, values[position]))))
             items[position] = range(len(values), len(values) + len(values[position]))
             values += values[position]
-        by_name = (
-            range(len(args), count)
-            if in_order
-            else sorted(range(len(args), count), key=lambda at: names[at - len(args)])
-        )
-        described = list(_expand([*range(len(args)), *by_name], items))
+        by_name = dict(zip(kwargs, range(len(args), count), strict=True))
+        ordered = by_name.values() if in_order else [by_name[name] for name in sorted(by_name)]
+        described = list(_expand([*range(len(args)), *ordered], items))
         self._tensors = [at for at in _expand(range(count), items) if isinstance(values[at], Tensor)]
         self._described_tensors = [at for at in described if isinstance(values[at], Tensor)]
         self._plain = [at for at in described if type(values[at]) in _PLAIN]
@@ -132,7 +133,8 @@ class ArgumentReader:
     def __init__(self, key: str, *, in_order: bool) -> None:
         self.key = key
         self.in_order = in_order
-        self._layouts: dict[Any, ArgumentLayout] = {}  # by number, names and types of the arguments
+        # By number, names and types of the arguments; None: arguments of these are walked each time.
+        self._layouts: dict[Any, ArgumentLayout | None] = {}
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ReadArguments:
         values = [*args, *kwargs.values()]
@@ -141,9 +143,9 @@ class ArgumentReader:
         expanded = None if layout is None else layout.expand(values)
         if expanded is not None:
             return ReadArguments(self, args, kwargs, layout, expanded)
-        made = ArgumentLayout(args, kwargs, self.key, in_order=self.in_order)
-        if made.is_complete and (layout is not None or len(self._layouts) < _MAX_LAYOUTS):
-            self._layouts[key] = made
+        if layout is not None or (key not in self._layouts and len(self._layouts) < _MAX_LAYOUTS):
+            found = ArgumentLayout(args, kwargs, self.key, in_order=self.in_order)
+            self._layouts[key] = found if found.is_complete else None
         return ReadArguments(self, args, kwargs, None, [])
 
 
