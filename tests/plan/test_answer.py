@@ -43,6 +43,13 @@ def cuts(llama: nn.Module) -> mt.Cuts:
 
 
 @pytest.fixture(scope="module")
+def kept(llama: nn.Module) -> mt.Cuts:
+    """The cuts of the prompt as `generate` runs it."""
+    with torch.no_grad():
+        return mt.cuts(llama, INPUTS | {"logits_to_keep": 1})
+
+
+@pytest.fixture(scope="module")
 def phases(llama: nn.Module) -> mt.Phases:
     with torch.no_grad():
         return mt.profile(llama, INPUTS, phases=("prefill", "decode"), measure="time", repeat=3)
@@ -52,12 +59,12 @@ def plan(cuts: mt.Cuts, phases: Any, new: int, **options: Any) -> mt.Plan:
     return mt.plan(cuts, edge=phases, cloud=phases, link=LINK, tokens=(PROMPT, new), **options)
 
 
-def test_an_answer_takes_the_prefill_and_each_further_token(cuts: mt.Cuts, phases: mt.Phases) -> None:
-    assert cuts.decode is not None
-    once = mt.plan(cuts, edge=phases["prefill"], cloud=phases["prefill"], link=LINK)
-    each = mt.plan(cuts.decode, edge=phases["decode"], cloud=phases["decode"], link=LINK)
+def test_an_answer_takes_the_prefill_and_each_further_token(kept: mt.Cuts, phases: mt.Phases) -> None:
+    assert kept.decode is not None
+    once = mt.plan(kept, edge=phases["prefill"], cloud=phases["prefill"], link=LINK)
+    each = mt.plan(kept.decode, edge=phases["decode"], cloud=phases["decode"], link=LINK)
     for new in (1, 2, 9):
-        answer = plan(cuts, phases, new)
+        answer = plan(kept, phases, new)
         assert answer.tokens == (PROMPT, new)
         assert len(answer) == len(once)
         for candidate in answer:
@@ -71,6 +78,54 @@ def test_an_answer_takes_the_prefill_and_each_further_token(cuts: mt.Cuts, phase
             assert candidate.first_token_s is not None
             assert candidate.token_s is not None
             assert candidate.latency_s == pytest.approx(candidate.first_token_s + (new - 1) * candidate.token_s)
+
+
+def test_cuts_of_all_logits_are_planned_with_those_that_generate_computes(
+    cuts: mt.Cuts, kept: mt.Cuts, phases: mt.Phases
+) -> None:
+    given, generated = plan(cuts, phases, 9), plan(kept, phases, 9)
+    # Of 2 sequences, logits of 64 words at one position for each token.
+    assert given.baselines[-1].back_bytes == 9 * 2 * 64 * 4
+    # At `lm_head`, of which the cuts have more logits, nothing would be left to compute.
+    assert {one.name for one in generated} - {one.name for one in given} == {"lm_head"}
+    for candidate in given:
+        other = generated[candidate.name]
+        assert (candidate.sent_bytes, candidate.back_bytes) == (other.sent_bytes, other.back_bytes)
+        assert (candidate.memory_bytes, candidate.seconds("back")) == (other.memory_bytes, other.seconds("back"))
+
+
+def test_cuts_of_all_logits_of_another_model_are_still_refused(cuts: mt.Cuts, phases: mt.Phases) -> None:
+    def other(cut: mt.Cut) -> mt.Cut:
+        return replace(cut, tail_macs=(cut.tail_macs or 0) + 1)
+
+    with pytest.raises(BadQuery, match=r"expected [\d,]+ MACs, as in the cuts; got [\d,]+ MACs in the profile"):
+        plan(replace(cuts, offered=tuple(map(other, cuts.offered))), phases, 9)
+    with pytest.raises(BadQuery, match=r"expected 2x6x64 from 'lm_head', as in the cuts; got 2x1x64 from 'lm_head'"):
+        mt.plan(cuts, edge=phases["prefill"], cloud=phases["prefill"], link=LINK)
+
+
+@pytest.mark.integration
+def test_the_bytes_back_are_those_that_generate_receives() -> None:
+    zoo.import_torchvision()
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    words, prompt, new = 5000, 16, 4
+    config = transformers.Qwen2Config(**sizes, num_key_value_heads=2, vocab_size=words, eos_token_id=None)
+    qwen, ids = transformers.Qwen2ForCausalLM(config).eval(), torch.arange(prompt)[None]
+    with torch.no_grad():
+        cuts = mt.cuts(qwen, {"input_ids": ids})
+        here = mt.profile(qwen, {"input_ids": ids}, phases=("prefill", "decode"), measure="time", repeat=3)
+    planned = mt.plan(cuts, edge=here, cloud=here, link=LINK, tokens=(prompt, new))["model.layers.0"]
+    with (
+        mt.serve(qwen, {"input_ids": ids}, listen="127.0.0.1:0") as server,
+        mt.connect(qwen, {"input_ids": ids}, server.address, at="model.layers.0", codec="raw") as remote,
+    ):
+        remote.generate(ids, max_new_tokens=new, do_sample=False)
+        received = [request.received_bytes for request in remote.requests]
+    assert len(received) == new
+    assert planned.back_bytes == new * words * 4  # of each token, logits of one position
+    # A reply also describes its tensors, and how the cache has changed.
+    assert planned.back_bytes <= sum(received) <= planned.back_bytes + new * 1000
 
 
 def test_round_trips_of_many_tokens_keep_a_model_on_the_edge(cuts: mt.Cuts, phases: mt.Phases) -> None:

@@ -16,6 +16,7 @@ from microtome import zoo
 from microtome.errors import BadInputs, BadQuery, Unsupported
 from microtome.results.measurements import Spread, Timing
 from microtome.results.phases import Roof, flops_per_byte, moved_bytes, pass_seconds
+from microtome.trace.phases import Prompt
 
 LAYERS, HIDDEN, INNER, HEADS, GROUPS, WORDS = 3, 32, 48, 4, 2, 64
 WIDTH = HIDDEN // HEADS
@@ -52,7 +53,7 @@ def llama_macs(tokens: int, keys: int) -> int:
     projections = rows * HIDDEN * WIDTH * (2 * HEADS + 2 * GROUPS)
     attention = 2 * BATCH * HEADS * tokens * keys * WIDTH
     gated = 3 * rows * HIDDEN * INNER
-    return LAYERS * (projections + attention + gated) + rows * HIDDEN * WORDS
+    return LAYERS * (projections + attention + gated) + BATCH * HIDDEN * WORDS  # logits of the last position
 
 
 def macs_without_positions(profile: mt.Profile) -> int:
@@ -137,6 +138,41 @@ def test_the_next_token_extends_masks_and_positions(llama: nn.Module) -> None:
     shapes = {tensor.shape for tensor in p.decode.total.inputs}
     assert {(BATCH, 1), (BATCH, LENGTH + 1)} <= shapes
     assert "position_ids 2x1:int64" in p.decode.inputs
+
+
+def test_phases_compute_the_logits_that_generate_computes(llama: nn.Module) -> None:
+    passed: list[dict[str, Any]] = []
+    handle = llama.register_forward_pre_hook(lambda _, args, kwargs: passed.append(kwargs), with_kwargs=True)
+    llama.generate(ids(), max_new_tokens=3, min_new_tokens=3, do_sample=False)  # type: ignore[operator]
+    handle.remove()
+    assert [kwargs["logits_to_keep"] for kwargs in passed] == [1, 1, 1]  # of the prompt, and of each token
+    with torch.no_grad():
+        p = mt.profile(llama, {"input_ids": ids()}, phases=("prefill", "decode"))
+    assert p.logits_to_keep == 1
+    for _, profile in p:
+        assert [tensor.shape for tensor in profile.total.outputs] == [(BATCH, 1, WORDS)]
+        assert profile["lm_head"].macs == BATCH * HIDDEN * WORDS
+    assert "logits are those of the last position, as in generate: logits_to_keep=1" in str(p)
+
+
+@pytest.mark.parametrize(("kept", "positions"), [(0, LENGTH), (2, 2), (torch.tensor([0, 3]), 2)])
+def test_inputs_choose_the_logits_of_phases(llama: nn.Module, kept: Any, positions: int) -> None:
+    with torch.no_grad():
+        p = mt.profile(llama, {"input_ids": ids(), "logits_to_keep": kept}, phases="prefill")
+    assert p["prefill"]["lm_head"].macs == BATCH * positions * HIDDEN * WORDS
+    assert p.logits_to_keep == (kept if isinstance(kept, int) and kept else None)
+    assert ("logits are those of the last 2 positions" in str(p)) == (p.logits_to_keep == 2)
+
+
+def test_the_older_name_of_the_kept_logits_is_known() -> None:
+    class Older(nn.Module):
+        def forward(self, input_ids: Tensor, num_logits_to_keep: int = 0) -> Tensor:
+            return input_ids
+
+    assert Prompt.of(Older(), ids()).arguments["num_logits_to_keep"] == 1
+    assert Prompt.of(Older(), {"input_ids": ids(), "num_logits_to_keep": 3}).logits_to_keep == 3
+    decoder, tokens = zoo.build("tiny-decoder")
+    assert Prompt.of(decoder, tokens).logits_to_keep is None
 
 
 def test_times_are_of_one_prefill_and_one_token(llama: nn.Module, tmp_path: Path) -> None:

@@ -15,10 +15,11 @@ from microtome.plan.compatibility import check_profile
 from microtome.plan.cost import DeviceChain, LinkCrossing, Placement
 from microtome.plan.device_costs import CutPoint
 from microtome.results.codec_costs import CodecCost
-from microtome.results.cuts import Cut, Cuts
+from microtome.results.cuts import Cut, Cuts, Live
 from microtome.results.phases import Phases
 from microtome.results.plan import Candidate
 from microtome.results.profile import Profile
+from microtome.results.rows import Row
 
 
 @dataclass
@@ -115,6 +116,60 @@ def check_tokens(tokens: Any, cuts: Cuts) -> tuple[int, int]:
     if cuts.prompt_tokens != prompt:
         raise BadQuery(f"expected cuts for a prompt of {prompt} tokens, got them for {cuts.prompt_tokens}")
     return prompt, new
+
+
+def as_generated(cuts: Cuts, phases: Phases) -> Cuts:
+    """Return the cuts of the prompt as `generate` runs it, which computes the logits of the last positions only.
+
+    Cuts of a run with all logits have the same tensors up to the choice of these positions. Those after it, such as
+    that at `lm_head`, are left out: nearly nothing is left to compute there.
+    """
+    if phases.logits_to_keep is None or phases.prefill is None or cuts.prompt_tokens is None:
+        return cuts
+    lengths = cuts.prompt_tokens, phases.logits_to_keep
+    outputs = tuple(_shorten(value, phases.prefill.total, *lengths) for value in cuts.outputs)
+    if outputs == cuts.outputs:
+        return cuts
+    rows = {row.address: row for row in phases.prefill}
+    places = sorted((*cuts.offered, *cuts.refused), key=lambda cut: cut.index)
+    shorter = [cut for cut in places if cut.at in rows and _is_shorter(cut, rows[cut.at], *lengths)]
+    saved_macs = _saved_macs(places, shorter, rows)
+
+    def adapt(kept: tuple[Cut, ...]) -> tuple[Cut, ...]:
+        return tuple(
+            replace(cut, tail_macs=None if cut.tail_macs is None or saved_macs is None else cut.tail_macs - saved_macs)
+            for cut in kept
+            if cut not in shorter
+        )
+
+    # The FLOPs of a whole run are those with all logits.
+    return replace(cuts, outputs=outputs, offered=adapt(cuts.offered), refused=adapt(cuts.refused), flops=None)
+
+
+def _shorten(value: Live, row: Row, length: int, kept: int) -> Live:
+    """Return a tensor of a call with the last positions only, if it is so in the profile's row of the call."""
+    if len(value.shape) < 2 or value.shape[-2] != length or kept >= length:
+        return value
+    shape = (*value.shape[:-2], kept, value.shape[-1])
+    is_measured = any(tensor.shape == shape for tensor in row.outputs)
+    return value._replace(shape=shape, nbytes=value.nbytes // length * kept) if is_measured else value
+
+
+def _is_shorter(cut: Cut, row: Row, length: int, kept: int) -> bool:
+    return any(_shorten(value, row, length, kept) is not value for value in cut.live if value.source == cut.at)
+
+
+def _saved_macs(places: Sequence[Cut], shorter: Sequence[Cut], rows: Mapping[str, Row]) -> int | None:
+    """Return the MACs of layers on all positions, less those on the last ones; None: not known."""
+    saved, before = 0, 0
+    for cut in places:
+        macs = rows[cut.at].macs if cut.at in rows else None
+        if cut.head_macs is None or macs is None:
+            return None
+        if cut in shorter and rows[cut.at].height == 1:
+            saved += cut.head_macs - before - macs
+        before = cut.head_macs
+    return saved
 
 
 def split_phases(cuts: Cuts, phases: Mapping[str, Phases]) -> tuple[dict[str, Profile], dict[str, Profile]]:

@@ -62,7 +62,8 @@ def plan(
             returns one of them.
         tokens: Of a language model: the tokens of the prompt and of the answer, such as `(512, 64)`. The plan is for
             the whole answer: a run over the prompt, and one for each further token, each with a round trip. Needs cuts
-            for such a prompt, and profiles with `phases=("prefill", "decode")`.
+            for such a prompt, and profiles with `phases=("prefill", "decode")`. As in `generate` of transformers, the
+            logits of one position come back for each token.
 
     >>> import microtome as mt
     >>> from microtome import zoo
@@ -96,6 +97,7 @@ def plan(
     else:
         tokens = answer.check_tokens(tokens, cuts)
         phases, chain_links = arguments.load_chain(Phases, edge, cloud, link, devices, links)
+        cuts = answer.as_generated(cuts, next(iter(phases.values())))
         profiles, decode_profiles = answer.split_phases(cuts, phases)
         cuts = answer.common_cuts(cuts)
     names, timed = list(profiles), [*profiles.values(), *decode_profiles.values()]

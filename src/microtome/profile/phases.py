@@ -49,6 +49,7 @@ def profile_phases(
         state=tuple(prompt.states_in(output)),
         cache_bytes=cache_bytes,
         token_cache_bytes=token_bytes,
+        logits_to_keep=prompt.logits_to_keep,
     )
 
 

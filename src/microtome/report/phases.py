@@ -85,6 +85,9 @@ def _notes(phases: Phases) -> Iterator[str]:
     after = f"cache ({name}): {size(phases.cache_bytes)} after the prompt"
     per_token = phases.token_cache_bytes
     yield after if per_token is None else f"{after}, {size(per_token)} for each further token of a sequence"
+    if phases.logits_to_keep is not None and phases.logits_to_keep < phases.prompt_tokens:
+        last = plural(phases.logits_to_keep, "position") if phases.logits_to_keep > 1 else "position"
+        yield f"logits are those of the last {last}, as in generate: logits_to_keep={phases.logits_to_keep}"
     for phase, profile in phases:
         yield f"{phase} counted: {profile.coverage}, on {profile.how}"
     if phases.prefill is not None and phases.prefill.timing is not None:

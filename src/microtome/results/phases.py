@@ -50,6 +50,7 @@ class Phases(Result, kind="phases"):
         cache_bytes: The bytes of the state of all sequences after the prompt.
         token_cache_bytes: The bytes that one token of one sequence adds to it: 0 of a recurrent state; None: no token
             was decoded.
+        logits_to_keep: The number of last positions of the prompt whose logits were computed; None: all.
     """
 
     model: str
@@ -61,6 +62,7 @@ class Phases(Result, kind="phases"):
     cache_bytes: int
     token_cache_bytes: int | None
     name: str | None = None
+    logits_to_keep: int | None = None
 
     @property
     def title(self) -> str:

@@ -26,6 +26,8 @@ _TOKENS = ("decoder_input_ids", "input_ids")
 #: The mask of each argument of tokens.
 _MASKS = {"decoder_input_ids": "decoder_attention_mask", "input_ids": "attention_mask"}
 _POSITIONS = ("position_ids", "cache_position", "decoder_position_ids")
+#: How many of the last positions have logits: of transformers, and of its older versions.
+_LOGITS = ("logits_to_keep", "num_logits_to_keep")
 #: The output of an encoder, which the decoder takes again at every token.
 _ENCODED = "encoder_last_hidden_state"
 
@@ -45,7 +47,11 @@ class Prompt:
 
     @classmethod
     def of(cls, model: nn.Module, inputs: Any) -> Prompt:
-        """Read the prompt from the inputs of a model, which then returns a cache."""
+        """Read the prompt from the inputs of a model, which then returns a cache.
+
+        Where `forward` can return the logits of the last position only, it does, as in `generate` of transformers,
+        which passes `logits_to_keep=1` for the prompt and for each token. Inputs that set it count.
+        """
         arguments = named_arguments(model, Inputs.of(inputs, model))
         name = next((name for name in _TOKENS if isinstance(arguments.get(name), Tensor)), None)
         if name is None or arguments[name].dim() != 2:
@@ -54,8 +60,11 @@ class Prompt:
                 f"phases need token ids of shape (batch, length) as {' or '.join(_TOKENS)}: expected such an argument "
                 f"of {type(unwrap_model(model)).__name__}.forward, got {got}"
             )
-        if "use_cache" in _parameters(model):
+        parameters = _parameters(model)
+        if "use_cache" in parameters:
             arguments["use_cache"] = True
+        if not any(name in arguments for name in _LOGITS):
+            arguments |= {name: 1 for name in _LOGITS if name in parameters}
         return cls(model, arguments, name)
 
     @property
@@ -65,6 +74,12 @@ class Prompt:
     @property
     def length(self) -> int:
         return int(self.arguments[self.tokens].shape[1])
+
+    @property
+    def logits_to_keep(self) -> int | None:
+        """The number of last positions whose logits are computed; None: all of them, or chosen ones."""
+        kept = next((self.arguments[name] for name in _LOGITS if name in self.arguments), 0)
+        return kept if isinstance(kept, int) and kept > 0 else None
 
     @property
     def inputs(self) -> Inputs:
