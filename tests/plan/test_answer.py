@@ -134,8 +134,13 @@ def test_round_trips_of_many_tokens_keep_a_model_on_the_edge(cuts: mt.Cuts, phas
     near = replace(phases, decode=_with_times(phases["decode"], 1e-6))
     link = mt.Link("10Gbps", rtt="4ms")
     options: dict[str, Any] = {"edge": near, "cloud": near, "link": link, "slower": {"edge": slow}}
-    assert mt.plan(cuts, **options, tokens=(PROMPT, 1)).winner.at == (None,)
-    assert mt.plan(cuts, **options, tokens=(PROMPT, 500)).winner.name == "all on edge"
+    once = mt.plan(cuts, **options, tokens=(PROMPT, 1))
+    assert once.winner.at == (None,)
+    best = next(candidate for candidate in once if any(candidate.at))
+    assert once.notes[-1].startswith(f"generate over a server needs a cut at a layer: {best.name}, the best, takes ")
+    long = mt.plan(cuts, **options, tokens=(PROMPT, 500))
+    assert long.winner.name == "all on edge"
+    assert "generate over a server" not in " ".join(long.notes)
 
 
 def _with_times(profile: mt.Profile, factor: float) -> mt.Profile:

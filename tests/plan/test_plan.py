@@ -157,11 +157,21 @@ def test_a_slower_device_multiplies_the_times_of_its_profile() -> None:
     assert plan["l1"].seconds("run", where="edge") == pytest.approx(30.0)  # 10 times 1 + 2 s
     assert plan["l1"].seconds("run", where="cloud") == pytest.approx(0.4)
     assert plan["l1"].energy_j == planned()["l1"].energy_j
-    assert "edge: measured times multiplied by 10" in plan.notes
+    assert "edge: measured times multiplied by 10; its energy stays as measured" in plan.notes
+    assert "cloud: measured times multiplied by 2" in planned(slower={"cloud": 2}).notes
     with pytest.raises(BadQuery, match="expected slower of 'edge', 'cloud', got one of 'phone'"):
         planned(slower={"phone": 2})
     with pytest.raises(BadQuery, match="expected a factor above 0 on the times of 'edge', got 0"):
         planned(slower={"edge": 0})
+
+
+def test_a_plan_without_a_cut_names_the_device_that_runs_the_model() -> None:
+    def named(name: str) -> mt.Plan:
+        return planned(strategy=lambda candidates: next(one for one in candidates if one.name == name))
+
+    assert (named("all on edge").at, named("all on edge").sole_device) == (None, "edge")
+    assert (named("all on cloud, raw input").at, named("all on cloud, raw input").sole_device) == (None, "cloud")
+    assert (named("l1").at, named("l1").sole_device) == ("l1", None)
 
 
 def test_jitter_is_said_beside_the_latency() -> None:

@@ -158,6 +158,26 @@ def test_all_of_the_model_runs_there_when_the_inputs_are_sent(resnet: tuple[nn.M
 
 
 @torch.no_grad()
+def test_a_plan_says_where_to_cut_and_what_to_send(resnet: tuple[nn.Module, Tensor], server: Server) -> None:
+    model, x = resnet
+    cuts, here = mt.cuts(model, x), mt.profile(model, x, measure="time", repeat=3)
+
+    def named(name: str) -> mt.Plan:
+        choose = lambda candidates: next(one for one in candidates if one.name == name)  # noqa: E731
+        return mt.plan(cuts, edge=here, cloud=here, link=mt.Link("1Gbps"), strategy=choose)
+
+    for plan, at in ((named("all on cloud, raw input"), "(input)"), (named("layer1"), "layer1")):
+        with connected(model, x, server, plan) as remote:
+            assert remote(x).equal(model(x))
+            assert repr(remote).endswith(f", cut at {at!r}>")
+    message = "the plan runs the whole model on edge, without a server: call the model, or connect with at='"
+    with pytest.raises(BadQuery, match=message) as caught:
+        connected(model, x, server, edge := named("all on edge"))
+    best = next(one.at[0] for one in edge if any(one.at))
+    assert f"at={best!r}, the best of its cuts" in str(caught.value)
+
+
+@torch.no_grad()
 def test_clients_at_different_cuts_at_once(resnet: tuple[nn.Module, Tensor], server: Server) -> None:
     given = images(12)
     expected = [resnet[0](each) for each in given]

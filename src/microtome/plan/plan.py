@@ -8,6 +8,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from microtome.errors import BadQuery, describe_error
+from microtome.units import seconds
 
 if TYPE_CHECKING:
     from microtome.plan.cost import DeviceChain
@@ -132,6 +133,7 @@ def plan(
         )
         chain = answer.AnswerChain.of(chain, step, tokens[1] - 1, cuts)
     ranked = candidates(chain, objective)
+    chosen = _choose(ranked, strategy)
     return Plan(
         model=cuts.model,
         name=cuts.name,
@@ -140,14 +142,15 @@ def plan(
         devices={name: _machine(profile) for name, profile in profiles.items()},
         links=tuple(chain_links),
         candidates=ranked,
-        chosen=_choose(ranked, strategy),
+        chosen=chosen,
         strategy="" if strategy is None else getattr(strategy, "__name__", type(strategy).__name__),
         limits=dict(chain.limits),
         codec_costs=source,
         energy_of=tuple(chain.energy_of),
         notes=(
-            *(f"{name}: measured times multiplied by {factor:g}" for name, factor in factors.items()),
+            *(_slower_note(name, factor, energy_devices) for name, factor in factors.items()),
             *_notes(cuts, chain, compressed),
+            *([] if tokens is None else _session_notes(ranked, chosen)),
         ),
         aliases=cuts.aliases,
         tokens=tokens,
@@ -168,6 +171,21 @@ def _choose(candidates: Sequence[Candidate], strategy: Strategy | None) -> int:
     if choice not in allowed:
         raise BadQuery(f"expected one of its candidates from the strategy, got {choice!r:.200}")
     return candidates.index(choice)
+
+
+def _slower_note(name: str, factor: float, energy_of: Collection[str]) -> str:
+    energy = "; its energy stays as measured" if name in energy_of else ""
+    return f"{name}: measured times multiplied by {factor:g}{energy}"
+
+
+def _session_notes(candidates: Sequence[Candidate], chosen: int) -> list[str]:
+    """Return a note if the winner sends the inputs: `generate` over a server keeps a cache on both sides of a cut."""
+    if not candidates[chosen].at or any(candidates[chosen].at):
+        return []
+    cuts = (one for one in candidates if one.refused is None and any(one.at))
+    best = next(cuts, None)
+    other = "" if best is None else f": {best.name}, the best, takes {seconds(best.latency_s)}"
+    return [f"generate over a server needs a cut at a layer{other}"]
 
 
 def _machine(profile: Profile) -> str:

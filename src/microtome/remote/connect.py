@@ -44,8 +44,8 @@ def connect(
         model: The model that the server has, in eval mode; or its first stage, from `mt.load_stage`.
         inputs: Example inputs, of the structure that later ones have.
         server: The address of the server, such as `"host:7070"`.
-        at: The cut: an address, a `Cut` or a `Plan`. `"(input)"` or `""` sends the inputs, and the whole model runs on
-            the server.
+        at: The cut: an address, a `Cut` or a `Plan`. `"(input)"`, `""` or a plan that is best all on the cloud sends
+            the inputs, and the whole model runs on the server.
             `"auto"` measures both devices and the link, cuts where a request is answered soonest, and moves the cut
             when that changes; see `Remote.history`.
         deadline: The time that a request may take, in seconds or such as `"50ms"`. If the server cannot answer in

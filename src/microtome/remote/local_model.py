@@ -15,6 +15,7 @@ from microtome.inputs import no_inputs_error
 from microtome.remote import protocol
 from microtome.remote.connection import Connection
 from microtome.remote.payloads import INPUTS
+from microtome.results.plan import Plan
 from microtome.split.splitter import Splitter
 from microtome.split.stage import Stage
 from microtome.split.variants import StageVariants
@@ -77,13 +78,31 @@ class LocalModel:
         return self._variants[at]
 
     def resolve_cut(self, at: Any) -> str:
-        """Return the address of a cut that a user named; of a stage, its only one for `"auto"`."""
+        """Return the address of a cut that a user named; of a stage, its only one for `"auto"`.
+
+        A plan that runs the whole model on another device sends the inputs.
+        """
+        if isinstance(at, Plan):
+            at = _planned_cut(at)
         if isinstance(at, str) and at in (INPUTS, INPUT):
             return INPUTS
         if self.splitter is not None:
             return self.splitter.cut(at).at
         (only,) = self._stages
         return only if at == "auto" else self.stages_at(str(at))[0].ends_at or ""
+
+
+def _planned_cut(plan: Plan) -> Any:
+    """Return the cut of a plan; raise if it has none since this device runs the model alone."""
+    if plan.at is not None:
+        return plan.at
+    here = next(iter(plan.devices))
+    if plan.sole_device != here:
+        return INPUTS
+    cuts = (candidate.at[0] for candidate in plan if candidate.refused is None and candidate.at)
+    best = next((at for at in cuts if at is not None), None)
+    other = "" if best is None else f", or connect with at={best!r}, the best of its cuts"
+    raise BadQuery(f"the plan runs the whole model on {here}, without a server: call the model{other}")
 
 
 def handshake(connection: Connection, local: LocalModel, timeout: float, *, any_torch: bool) -> Any:

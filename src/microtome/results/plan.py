@@ -153,9 +153,17 @@ class Plan(Result, kind="plan"):
 
     @property
     def at(self) -> str | tuple[str, ...] | None:
-        """The cut as `microtome.split` takes it: an address, several for several stages, None for no cut."""
+        """The cut as `microtome.split` takes it: an address, several for several stages, None for no cut.
+
+        Without a cut, `sole_device` runs the model.
+        """
         addresses = tuple(dict.fromkeys(at for at in self.winner.at if at is not None))
         return addresses if len(addresses) > 1 else addresses[0] if addresses else None
+
+    @property
+    def sole_device(self) -> str | None:
+        """The device that runs the whole model, such as `"edge"` or `"cloud"`; None: the model is cut."""
+        return None if self.at is not None else tuple(self.devices)[len(self.winner.at)]
 
     @property
     def baselines(self) -> tuple[Candidate, ...]:

@@ -61,7 +61,10 @@ _EDGE = "Profile of the edge, from `microtome profile --time --json`."
 _CODEC = "Codecs of the boundary to compare, such as raw,zstd,fp16; repeatable."
 _TOKENS = "Plan a whole answer of a language model: tokens of the prompt and of the answer, such as 512,64."
 _LIMIT = "Memory limit of a side; repeatable."
-_SLOWER = "Multiply the measured times of a side, for a device that is so many times slower; repeatable."
+_SLOWER = (
+    "Multiply the measured times of a side, for a device that is so many times slower; energy stays as measured; "
+    "repeatable."
+)
 _TOP = "Show, and write to files, the best K candidates."
 _COSTS = "Read the costs of codecs from this file, such as edge=F.json; repeatable."
 
