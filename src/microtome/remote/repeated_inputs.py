@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ from microtome.engine.torch_internals import version_of
 from microtome.errors import Unsupported
 from microtome.files.tensors import memory_of
 from microtome.split.boundary.boundary import Boundary
+from microtome.split.boundary.schema import BoundaryRecord, SentTensor
 from microtome.split.boundary.tensor_bytes import alignment_offset, to_cpu, to_dense
 
 #: Smaller tensors are sent with each step.
@@ -27,6 +27,11 @@ def _input_names(facts: Any) -> Iterator[str]:
     for item in items if isinstance(items, list) else ():
         if isinstance(item, dict) and item.get("kind") == "sent" and isinstance(item.get("name"), str):
             yield item["name"]
+
+
+def _sent_names(record: BoundaryRecord) -> Iterator[str]:
+    """The same of a boundary that a stage of this process made."""
+    return (item.name for item in record.inputs.tensors if isinstance(item, SentTensor))
 
 
 def _is_kept(tensor: Tensor) -> bool:
@@ -44,13 +49,13 @@ class SentInputs:
         """The boundary of the next step, without the inputs that are the same as in the last one."""
         last, self._digests = self._digests, {}
         tensors = dict(boundary.tensors)
-        for name in _input_names(boundary.facts):
+        for name in _sent_names(boundary.record):
             if name not in tensors or not _is_kept(tensors[name]):
                 continue
             self._digests[name] = digest = _digest(tensors[name])
             if last.get(name) == digest:
                 del tensors[name]
-        return replace(boundary, tensors=tensors)
+        return boundary.with_tensors(tensors)
 
 
 def _digest(tensor: Tensor) -> Any:

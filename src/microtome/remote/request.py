@@ -124,7 +124,10 @@ class RemoteRequest:
         """Serialize the boundary, with the header of its message before it in the same bytes."""
         self._header = protocol.Request(id=self.id, codec=self.route.codec)
         self._set_timeout()
-        self._message = encode(boundary.metadata, boundary.tensors, self.route.codec, self._prefix)
+        check_facts = boundary.record is None
+        self._message = encode(
+            boundary.metadata, boundary.tensors, self.route.codec, self._prefix, check_facts=check_facts
+        )
 
     def encode_step(self, step: Any, payload: memoryview) -> None:
         """Serialize a step of a session, of whose boundary the payload is the rest after the header."""

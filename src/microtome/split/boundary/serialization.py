@@ -83,10 +83,13 @@ def encode(
     tensors: Mapping[str, Tensor],
     codec: str,
     make_prefix: Callable[[int], bytes] = lambda _: b"",
+    *,
+    check_facts: bool = True,
 ) -> bytes:
     """Encode the metadata and the tensors of a boundary.
 
     Args:
+        check_facts: Raise if JSON would not restore the facts; those that a stage recorded need no check.
         make_prefix: Returns bytes to put in front, for the length of the boundary; this avoids a copy of all of it.
     """
     steps = parse_codec(codec)
@@ -96,7 +99,7 @@ def encode(
         entry, tensor_parts = _encode_tensor(name, tensor, steps)
         entries.append(entry)
         parts += tensor_parts
-    header = _encode_header({**metadata, "tensors": entries})
+    header = _encode_header({**metadata, "tensors": entries}, check_facts=check_facts)
     return _assemble(header.ljust(len(header) + padding(HEADER_OFFSET + len(header))), parts, make_prefix)
 
 
@@ -163,12 +166,12 @@ def _compress(tensor: Tensor, compression: str | None) -> Part:
     return Part(data, None, tensor)
 
 
-def _encode_header(header: dict[str, Any]) -> bytes:
+def _encode_header(header: dict[str, Any], *, check_facts: bool) -> bytes:
     try:
         for name in [header["at"], header["fingerprint"], *(entry["name"] for entry in header["tensors"])]:
             if not isinstance(name, str):
                 raise BadBoundary(f"expected strings as address, fingerprint and tensor names, got {name!r:.80}")
-        if (found := _find_non_json(header["facts"])) is not None:
+        if check_facts and (found := _find_non_json(header["facts"])) is not None:
             raise BadBoundary(f"facts{found[0]}: {found[1]}")
         return _JSON.encode(header).encode("ascii")
     except BadBoundary:
