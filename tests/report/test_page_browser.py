@@ -163,6 +163,23 @@ def test_sort(opened: Open, page: str, profile: mt.Profile) -> None:
     assert tab.names()[:2] == ["(root)", profile.calls[1].address]
 
 
+def test_operators_between_modules_are_rows_of_the_tree_and_of_the_layers(
+    opened: Open, page: str, profile: mt.Profile
+) -> None:
+    tab = opened(page)
+    tab.page.get_by_text("Open all").click()
+    own = tab.page.locator("#layers tbody tr", has_text="(add)")
+    assert [row.get_attribute("aria-level") for row in own.all()] == ["4"] * own.count()
+    own.first.click()
+    own.first.press("ArrowLeft")
+    assert tab.page.locator("#layers tbody tr.on th").get_attribute("title") == "layer1.0"
+    tab.page.locator("thead button[data-name=moved_bytes]").click()
+    assert "layer1.0 (add)" in tab.names()
+    assert tab.texts("[role=status]") == [f"{sum(row.height == 1 for row in profile)} of 43 calls"]
+    tab.page.get_by_label("Rows", exact=True).select_option("all")
+    assert "layer1.0 (add)" not in tab.names()
+
+
 def test_search_keeps_what_matches_and_what_contains_it(opened: Open, page: str) -> None:
     tab = opened(page)
     tab.page.get_by_role("searchbox").fill("layer1.0.CONV")
@@ -732,7 +749,8 @@ def test_a_line_that_is_off_the_scale_is_said(opened: Open, page: str) -> None:
 def test_without_a_script_cards_and_table_are_seen(opened: Open, page: str, profile: mt.Profile) -> None:
     tab = opened(page, java_script_enabled=False)
     assert tab.page.get_by_text("11.1 k").first.is_visible()
-    assert tab.page.locator("#layers tbody tr").count() == len(profile)
+    assert tab.page.locator("#layers tbody a[name], #layers tbody tr:first-child").count() == len(profile)
+    assert tab.page.locator("#layers tbody tr").count() == len(profile) + 4  # residual additions
     bar = "cell => getComputedStyle(cell).backgroundSize"
     assert tab.page.locator("#layers td.b100").first.evaluate(bar).startswith("100%")
     assert tab.page.get_by_text("The split explorer: drawn where JavaScript may run.").is_visible()
@@ -773,7 +791,7 @@ def test_it_prints_every_row(opened: Open, page: str, profile: mt.Profile) -> No
     tab.page.get_by_text("Open all").click()
     tab.page.emulate_media(media="print")
     tab.page.evaluate("dispatchEvent(new Event('beforeprint'))")
-    assert len(tab.names()) == len(profile)
+    assert len(tab.names()) == len(profile) + 4  # residual additions
     assert tab.page.locator("details:not(.menu):not([open])").count() == 0
     for hidden in (".toc", ".controls", ".sliders input"):
         assert not any(tab.page.locator(hidden).evaluate_all("all => all.map(one => one.offsetParent !== null)"))

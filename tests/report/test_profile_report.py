@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 import microtome as mt
 from microtome import zoo
 from microtome.errors import BadQuery
+from microtome.report.call_tree import OWN_SHARE
 from microtome.report.cuts import details
 from microtome.report.formats import csv, markdown, text
 from microtome.report.notes import profile_notes
@@ -57,7 +59,8 @@ def test_a_small_table_is_drawn_so() -> None:
 
 def test_the_tree_is_indented_and_ends_with_the_total(p: mt.Profile) -> None:
     lines = rows(str(p))
-    assert [line[0] for line in lines][:5] == ["(root)", "tokens", "positions", "layers.0", "norm1"]
+    names = ["(root)", "(add, arange)", "tokens", "positions", "layers.0", "(add, mul)", "norm1"]
+    assert [line[0] for line in lines][:7] == names
     assert "\n    norm1 " in str(p)
     assert lines[-1][0] == "total"
 
@@ -173,7 +176,7 @@ def test_rich_prints_a_profile(p: mt.Profile) -> None:
 
 def test_views_choose_rows(p: mt.Profile) -> None:
     assert [line[0] for line in rows(text(p, RowSelection(depth=1)))] == [
-        *["(root)", "tokens", "positions", "layers.0", "layers.1", "norm", "lm_head", "total"]
+        *["(root)", "(add, arange)", "tokens", "positions", "layers.0", "layers.1", "norm", "lm_head", "total"]
     ]
     assert [line[0] for line in rows(text(p, RowSelection(by="type")))][:2] == ["Linear", "SelfAttention"]
     assert [line[0] for line in rows(text(p, RowSelection(by="op")))][:2] == ["aten.addmm.default", "aten.mm.default"]
@@ -220,10 +223,99 @@ def test_operators_have_no_time_of_calls_that_were_not_measured() -> None:
     assert note not in profile_notes(whole)
 
 
+class Shifted(nn.Module):
+    """Two layers, and a shift of 64 elements between them: 64 of 66,688 FLOPs, and 0.8 % of the bytes moved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(128, 64), nn.Linear(64, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.second(self.first(x) + 1.0)
+        return y
+
+
+def shifted(own_s: float, blocks: int = 1) -> mt.Profile:
+    """A profile in which all calls take a second, and the shifts of each block so long."""
+    model = nn.Sequential(*[nn.Sequential(Shifted(), nn.Linear(256, 128)) for _ in range(blocks)])
+    counted = mt.profile(model, "1x128")
+    times = {1: (1.0 - blocks * own_s) / (3 * blocks)}
+    inside = {"Shifted": 2 * times[1] + own_s, "Linear": times[1]}
+    inside["Sequential"] = inside["Shifted"] + inside["Linear"]
+    calls = []
+    for row in counted:
+        time = 1.0 if not row.depth else inside[row.type]
+        own = own_s if row.type == "Shifted" else time if row.height == 1 else 0.0
+        calls.append(replace(row, time_s=time, own=replace(row.own, time_s=own)))
+    return replace(counted, calls=tuple(calls))
+
+
+def own_names(profile: mt.Profile, **options: Any) -> list[str]:
+    return [line[0] for line in rows(text(profile, RowSelection(**options))) if line[0].startswith("(add")]
+
+
+def test_operators_between_modules_have_a_row_by_the_largest_of_their_shares() -> None:
+    counted = mt.profile(Shifted(), "1x128")
+    own = counted.total.own
+    assert (own.flops or 0) / (counted.total.flops or 1) < OWN_SHARE
+    assert own.moved_bytes / counted.total.moved_bytes < OWN_SHARE
+    assert own_names(counted) == []
+    for profile, names in ((shifted(0.2), ["(add)"]), (shifted(0.02), ["(add)"]), (shifted(0.002), [])):
+        assert own_names(profile) == names
+        assert ("`(add)`" in markdown(profile)) is bool(names)
+        assert ("(add)" in profile._repr_html_()) is bool(names)
+        assert (">(add)<" in profile.to_html()) is bool(names)
+
+
+def test_operators_that_only_move_bytes_have_a_row() -> None:
+    """A concatenation of 16 floats reads and writes 128 bytes, those of the layer are 4 x (16 + 16 x 16 + 16 + 16)."""
+
+    class Doubled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.layer(x)
+            return torch.cat([y[:, :8], y[:, 8:]], 1)
+
+    p = mt.profile(Doubled(), "1x16")
+    assert (p.total.own.flops, p.total.own.moved_bytes) == (0, 128)
+    assert [line[0] for line in rows(str(p))] == ["(root)", "(cat)", "layer", "total"]
+
+
+def test_own_time_without_operators_has_a_row() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    counted = mt.profile(model, "1x4")
+    root, layer = (replace(row, time_s=time) for row, time in zip(counted, (1.0, 0.5), strict=True))
+    p = replace(counted, calls=(replace(root, own=replace(root.own, time_s=0.5)), layer))
+    assert [line[0] for line in rows(str(p))] == ["(root)", "(no operators)", "0", "total"]
+
+
+def test_a_note_has_the_share_of_operators_without_a_row() -> None:
+    rule = "operators between modules have a row from 1 % of the model in any column"
+    note = f"{rule}; the others have 1.6 % of time together"
+    assert own_names(shifted(0.008, blocks=2), depth=3) == []
+    assert note in text(shifted(0.008, blocks=2), RowSelection(depth=3))
+    assert "have a row from" not in text(shifted(0.008, blocks=2), RowSelection(depth=2))  # inside the calls shown
+    assert "have a row from" not in text(shifted(0.002), RowSelection(depth=3))
+    # Identical blocks share a row, which has the sum.
+    assert own_names(shifted(0.008, blocks=3)) == ["(add)"]
+    assert own_names(shifted(0.008, blocks=3), expand=True, depth=3) == []
+
+
+def test_rows_of_operators_make_the_tree_no_shallower() -> None:
+    """29 blocks with a layer each make 59 calls, for which there is room."""
+    p = mt.profile(nn.Sequential(*[Functional() for _ in range(29)]), "8x8")
+    shown = text(p, RowSelection(expand=True))
+    assert "shown to depth" not in shown
+    assert sum(line[0] == "(mm)" for line in rows(shown)) == 29
+
+
 def test_numbers_of_a_column_have_one_unit(p: mt.Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     def timed(*seconds: float) -> list[str]:
         calls = tuple(replace(row, time_s=time) for row, time in zip(p.calls, seconds, strict=False))
-        table = text(replace(p, calls=calls), RowSelection(columns=("time",), depth=1))
+        table = text(replace(p, calls=calls), RowSelection(columns=("time",), depth=1, calls_only=True))
         lines = [line.replace("┃", "│") for line in table.splitlines()]
         return [line.split("│")[1].strip() for line in lines if "│" in line]
 
@@ -297,8 +389,10 @@ def test_markdown_keeps_the_tree_and_what_it_rests_on(p: mt.Profile) -> None:
     lines = markdown(p).splitlines()
     assert lines[0] == r"**Decoder on input\_ids 2x12:int64**"
     assert lines[2].startswith("| call | module | output | params | MACs | FLOPs |")
-    assert sum(line.startswith("|") for line in lines) == len(p) + 3
-    assert "\N{NO-BREAK SPACE}\N{NO-BREAK SPACE}`tokens`" in lines[5]
+    own = ["(add, arange)", *["(add, mul)", "(scaled_dot_product_attention)"] * 2]
+    assert [line.split("`")[1] for line in lines if "| (own) |" in line] == own
+    assert sum(line.startswith("|") for line in lines) == len(p) + len(own) + 3
+    assert "\N{NO-BREAK SPACE}\N{NO-BREAK SPACE}`tokens`" in lines[6]
     assert lines[-1].startswith("- ")
 
 

@@ -276,5 +276,5 @@ def test_a_notebook_displays_html_and_has_the_text(profile: mt.Profile, monkeypa
     profile.show(top=3)
     ((bundle, is_raw),) = displayed
     assert is_raw
-    assert "3 of 43 rows shown" in bundle["text/html"]
+    assert "3 of 47 rows shown" in bundle["text/html"]
     assert bundle["text/plain"] == text(profile, RowSelection(top=3))

@@ -7,16 +7,19 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
+from microtome.report.call_columns import OWN
 from microtome.results.metrics import METRICS
 from microtome.results.profile import Profile
 from microtome.results.rows import AMOUNTS, Row, merge_rows
 
 #: The least number of identical siblings that become one row.
 _BLOCKS = 3
-#: The least share of the FLOPs of the model with which operators between modules have a row.
-_OWN_SHARE = 0.005
+#: The least share of the model with which operators between modules have a row, in any of the metrics that add up.
+OWN_SHARE = 0.01
 #: The most operators that such a row names.
 _OPERATORS = 3
+#: The name of such a row of a call whose own time is that of Python code alone.
+_NO_OPERATORS = "(no operators)"
 
 
 class TreeRow(NamedTuple):
@@ -25,12 +28,14 @@ class TreeRow(NamedTuple):
     Attributes:
         name: The name relative to the call that contains it.
         blocks: The number of identical calls that it sums up.
+        is_own: Whether it has the operators that a call runs between the calls inside it.
     """
 
     row: Row
     name: str
     depth: int
     blocks: int = 1
+    is_own: bool = False
 
 
 def tree_rows(profile: Profile, *, expand: bool = False, calls_only: bool = False) -> list[TreeRow]:
@@ -40,27 +45,48 @@ def tree_rows(profile: Profile, *, expand: bool = False, calls_only: bool = Fals
         expand: Return each of several identical blocks.
         calls_only: Return no rows for operators between modules.
     """
-    tree = _CallTree(profile, expand=expand, calls_only=calls_only)
-    return list(tree.rows([profile.total], "(root)", 0))
+    every = _CallTree(profile, expand=expand).rows([profile.total], "(root)", 0)
+    return [row for row in every if not row.is_own or (not calls_only and is_visible(profile, row.row))]
+
+
+def is_visible(profile: Profile, own: Row) -> bool:
+    """Whether operators between modules are `OWN_SHARE` of the model in any metric that adds up and tables show."""
+    return any(part >= OWN_SHARE for part in own_shares(profile, [own]).values())
+
+
+def own_shares(profile: Profile, own: Sequence[Row]) -> dict[str, float]:
+    """Return the shares that operators between modules have of the model, by the label of the metric, where known."""
+    shares = {}
+    for metric in METRICS.values():
+        whole = metric.of(profile.total) if metric.adds_up == "sum" and metric.shown == "table" else None
+        known = [value for row in own if (value := metric.of(row)) is not None]
+        if whole and known:
+            shares[metric.label] = sum(known) / whole
+    return shares
+
+
+def hidden_shares(profile: Profile, depth: int, *, expand: bool = False) -> dict[str, float]:
+    """Return the shares of the operators between modules that have no row in a tree of this depth."""
+    every = _CallTree(profile, expand=expand).rows([profile.total], "(root)", 0)
+    own = [row.row for row in every if row.is_own and row.depth <= depth]
+    return own_shares(profile, [row for row in own if not is_visible(profile, row)])
 
 
 class _CallTree:
-    def __init__(self, profile: Profile, *, expand: bool, calls_only: bool) -> None:
+    def __init__(self, profile: Profile, *, expand: bool) -> None:
         self._profile = profile
-        self._calls_only = calls_only
         self._signatures: dict[str, int] = {}
-        self._least_flops = _OWN_SHARE * (profile.total.flops or 0)
         if not expand:
             self._sign(profile.total, {})
 
     def rows(self, calls: Sequence[Row], name: str, depth: int) -> Iterator[TreeRow]:
-        """Yield the row of identical calls, and the rows inside it."""
+        """Yield the row of identical calls, that of the operators between the calls inside, and the rows of these."""
         first = calls[0]
         yield TreeRow(first if len(calls) == 1 else merge_rows(calls), name, depth, len(calls))
         children = [self._profile.children(call) for call in calls]
         own = [row for call in calls if (row := self._own_row(call)) is not None] if children[0] else []
-        if own and self._is_shown(own[0]):
-            yield TreeRow(own[0] if len(own) == 1 else merge_rows(own), _operators(first), depth + 1)
+        if own:
+            yield TreeRow(own[0] if len(own) == 1 else merge_rows(own), _operators(first), depth + 1, is_own=True)
         for block in self._blocks(children[0]):
             inner = [siblings[index] for siblings in children for index in block]
             name = _name(children[0], block)
@@ -73,7 +99,7 @@ class _CallTree:
         measured = [name for name in AMOUNTS if METRICS[name].is_measured]
         shared = [name for name in measured if any(getattr(child, name) is None for child in inside)]
         unknown: dict[str, Any] = dict.fromkeys(shared)
-        return None if own is None else replace(own, **unknown)
+        return None if own is None else replace(own, type=OWN, **unknown)  # its module is in the row above
 
     def _blocks(self, siblings: Sequence[Row]) -> Iterator[list[int]]:
         """Yield the indices of siblings that share a row."""
@@ -94,9 +120,6 @@ class _CallTree:
         costs = (row.params + row.shared_params, row.macs, row.flops)
         self._signatures[row.address] = known.setdefault((row.type, shapes, costs, inside), len(known))
         return self._signatures[row.address]
-
-    def _is_shown(self, own: Row) -> bool:
-        return not self._calls_only and (bool(own.macs) or (own.flops or 0) > self._least_flops > 0)
 
 
 def _name(siblings: Sequence[Row], block: Sequence[int]) -> str:
@@ -121,10 +144,12 @@ def _numbered(row: Row) -> tuple[str, str]:
 
 
 def _operators(row: Row) -> str:
-    """Return the names of the operators between the modules of a call, the most expensive first."""
-    ops = sorted((op for op in row.ops if op.flops), key=lambda op: -(op.flops or 0))
+    """Return the names of the operators between the modules of a call, the most expensive first; views cost nothing."""
+    ops = sorted(
+        (op for op in row.ops if op.flops or op.moved_bytes), key=lambda op: (-(op.flops or 0), -op.moved_bytes)
+    )
     names = list(dict.fromkeys(op.name.removeprefix("aten.").partition(".")[0].lstrip("_") for op in ops))
-    return f"({', '.join(names[:_OPERATORS])}{', …' if len(names) > _OPERATORS else ''})"
+    return f"({', '.join(names[:_OPERATORS])}{', …' if len(names) > _OPERATORS else ''})" if names else _NO_OPERATORS
 
 
 def name_in_tree(row: Row) -> str:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from microtome.report.call_columns import AT_LEAST, OWN, CallColumn, at_least, columns_of, leaves_out, write_metric
-from microtome.report.call_tree import tree_rows
+from microtome.report.call_tree import OWN_SHARE, hidden_shares, tree_rows
 from microtome.report.capping import cap, with_gaps
 from microtome.report.notes import NOISE, noise_note, profile_notes
 from microtome.report.row_selection import (
@@ -22,7 +22,7 @@ from microtome.report.table import Bar, Cell, Column, Line, Medium, Note, Report
 from microtome.results.metrics import IMPORTANCE, METRICS, advise, why_missing
 from microtome.results.profile import Profile
 from microtome.results.rows import Group, Row, flat
-from microtome.units import SCALED, scale_of_largest, write
+from microtome.units import SCALED, scale_of_largest, share, write
 
 #: The width of the longest bar: with it, the counts of a small model fit in 80 columns.
 _BAR = 4
@@ -86,7 +86,7 @@ def _capped(profile: Profile, rows: list[Any]) -> list[int]:
 
 def records(profile: Profile, view: RowSelection | None = None) -> list[dict[str, Any]]:
     """Return a record for each selected row, by default for every call, with all its numbers."""
-    view = resolve_columns(whole_tree(profile, view or RowSelection()))
+    view = replace(resolve_columns(whole_tree(profile, view or RowSelection())), calls_only=True)
     pairs = [(row, flat(row) if isinstance(row, Row) else _flat_group(row)) for row, _ in rows_of(profile, view)]
     if not view.columns:
         return [record for _, record in pairs]
@@ -195,6 +195,13 @@ def _notes(profile: Profile, view: RowSelection, columns: dict[Column, list[Cell
         if any(row.blocks > 1 and row.depth <= depth for row in tree):
             every = advise("show(expand=True)", "--all")
             notes.append(f"×: identical blocks, added up; {every} lists each")  # noqa: RUF001
+        hidden = hidden_shares(profile, depth, expand=view.expand)
+        label, most = max(hidden.items(), key=lambda item: item[1], default=("", 0.0))
+        if most >= OWN_SHARE:
+            notes.append(
+                f"operators between modules have a row from {100 * OWN_SHARE:g} % of the model in any column; "
+                f"the others have {share(most, 1)} of {label} together"
+            )
         if view.depth is None and depth < deepest(profile):
             notes.append(f"shown to depth {depth} of {deepest(profile)}")
     whole = len(rows_of(profile, replace(view, top=None)))

@@ -54,9 +54,8 @@ class RowSelection:
 
 
 def whole_tree(profile: Profile, view: RowSelection) -> RowSelection:
-    """Select every call by default, and nothing else, since files have room for them."""
-    depth = deepest(profile) if view.is_default else view.depth
-    return replace(view, depth=depth, expand=True, calls_only=True)
+    """Select every call by default, since files have room for them."""
+    return replace(view, depth=deepest(profile) if view.is_default else view.depth, expand=True)
 
 
 def rows_of(profile: Profile, view: RowSelection) -> list[tuple[Any, str]]:
@@ -99,8 +98,8 @@ def fitting_depth(depths: Sequence[int], most: int) -> int:
 
 
 def depth_of(tree: Sequence[TreeRow]) -> int:
-    """Return the depth of a table without options."""
-    return fitting_depth([row.depth for row in tree], _ROWS)
+    """Return the depth of a table without options; rows of operators between modules take no depth from it."""
+    return fitting_depth([row.depth for row in tree if not row.is_own], _ROWS)
 
 
 def resolve_columns(view: RowSelection) -> RowSelection:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from math import isfinite
 from typing import Any
 
+from microtome.report.call_tree import tree_rows
 from microtome.report.notes import interval_name
 from microtome.results.metrics import Metric, page_metrics, why_missing
 from microtome.results.profile import Profile
@@ -38,8 +39,21 @@ def columns(profile: Profile) -> dict[str, Any]:
             for metric in page_metrics()
             if why_missing(profile, metric) is None
         },
+        "own": _own(profile, indices),
         "spreads": _spreads(profile),
         "intervals": {name: interval_name(spread) for name, spread in profile.total.spreads.items()},
+    }
+
+
+def _own(profile: Profile, indices: dict[str, int]) -> dict[str, Any]:
+    """Return the operators between modules that have a row, as columns, with the index of the call that runs them."""
+    rows = [one for one in tree_rows(profile, expand=True) if one.is_own]
+    known = [metric for metric in page_metrics() if why_missing(profile, metric) is None]
+    return {
+        "parent": [indices[one.row.address] for one in rows],
+        "name": [one.name for one in rows],
+        "shared": [one.row.shared_params for one in rows],
+        "values": {metric.name: numbers(metric.of(one.row) for one in rows) for metric in known},
     }
 
 

@@ -9,7 +9,7 @@ from html import escape
 from typing import NamedTuple
 
 from microtome.report.call_columns import write_metric
-from microtome.report.call_tree import name_in_tree
+from microtome.report.call_tree import TreeRow, tree_rows
 from microtome.report.html.data import bar_base, header, shown_metrics
 from microtome.report.notes import interval, interval_name
 from microtome.report.row_selection import fitting_depth
@@ -56,36 +56,40 @@ def layer_table(profile: Profile) -> str:
     body = "\n".join(_row(row, scaled) for row in rows)
     return (
         '<div class="scroll" id="grid" tabindex="0" role="region" aria-label="Layer table"><table id="layers">'
-        '<caption class="sr">What each call costs, with all calls inside it</caption>'
+        '<caption class="sr">What each call costs, with all calls inside it; in parentheses, operators between them'
+        "</caption>"
         f'<thead><tr><th scope="col">call<th scope="col">module<th scope="col">output{heads}</thead>'
         f"<tbody>\n{body}</tbody></table></div>{_left_out(profile, rows)}"
     )
 
 
-def _rows(profile: Profile) -> Sequence[Row]:
+def _rows(profile: Profile) -> Sequence[TreeRow]:
     deepest = fitting_depth([row.depth for row in profile], _ROWS)
-    return [row for row in profile if row.depth <= deepest][: 2 * _ROWS]
+    return [one for one in tree_rows(profile, expand=True) if one.depth <= deepest][: 2 * _ROWS]
 
 
-def _left_out(profile: Profile, rows: Sequence[Row]) -> str:
-    if len(rows) == len(profile):
+def _left_out(profile: Profile, rows: Sequence[TreeRow]) -> str:
+    count = sum(not one.is_own for one in rows)
+    if count == len(profile):
         return ""
-    return f'<p class="dim nojs">{len(rows):,} of {len(profile):,} calls are listed; with JavaScript all are.</p>'
+    return f'<p class="dim nojs">{count:,} of {len(profile):,} calls are listed; with JavaScript all are.</p>'
 
 
-def _row(row: Row, scaled: Sequence[_Scaled]) -> str:
+def _row(one: TreeRow, scaled: Sequence[_Scaled]) -> str:
     """Render a row without optional closing tags, since there may be hundreds."""
-    cells = "".join(_cell(row, one) for one in scaled)
+    row = one.row
+    cells = "".join(_cell(row, metric) for metric in scaled)
     output = ", ".join(shape(tensor.shape) for tensor in row.outputs)
-    name = f'<th scope="row" class="d{min(row.depth, 32)}" title="{escape(row.address)}">{_anchor(row)}'
+    title = f"{row.address or '(root)'} {one.name}" if one.is_own else row.address
+    name = f'<th scope="row" class="d{min(one.depth, 32)}" title="{escape(title)}">{_anchor(one)}'
     texts = "".join(f'<td title="{escape(text)}">{escape(text)}' for text in (row.type, output))
     return f"<tr>{name}{texts}{cells}"
 
 
-def _anchor(row: Row) -> str:
+def _anchor(one: TreeRow) -> str:
     """Render the name of a call, the target of a permalink. It is not an id, which may clash with those of the page."""
-    name = escape(name_in_tree(row))
-    whole = _SURROGATE.sub("\N{REPLACEMENT CHARACTER}", row.address)
+    name = escape(one.name)
+    whole = "" if one.is_own else _SURROGATE.sub("\N{REPLACEMENT CHARACTER}", one.row.address)
     return f'<a name="{escape(whole)}">{name}</a>' if whole else name
 
 

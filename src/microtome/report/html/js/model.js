@@ -14,15 +14,24 @@ for (let at = 1; at < COUNT; at++) {
 }
 const BY_ADDRESS = new Map(CALLS.address.map((address, at) => [address, at]));
 
-const typeOf = (at) => CALLS.types[CALLS.type[at]];
-const valueOf = (name, at) => CALLS.values[name]?.[at] ?? null;
+// The operators between the calls inside a call, where they have a row: they are numbered after the calls.
+const OWN = CALLS.own;
+const OWN_OF = new Map(OWN.parent.map((at, place) => [at, COUNT + place]));
+const isOwn = (at) => at >= COUNT;
+const callOf = (at) => (isOwn(at) ? OWN.parent[at - COUNT] : at);
+const childrenOf = (at) => CHILDREN[at] ?? [];
+const depthOf = (at) => DEPTH[callOf(at)] + isOwn(at);
+
+const typeOf = (at) => (isOwn(at) ? "(own)" : CALLS.types[CALLS.type[at]]);
+const valueOf = (name, at) => (isOwn(at) ? OWN.values[name]?.[at - COUNT] : CALLS.values[name]?.[at]) ?? null;
 // The value of a full bar: that of the whole model, or the largest of any call if the metric does not add up.
 const SCALE = Object.fromEntries(KNOWN.map((metric) => [metric.name, metric.is_sum ? valueOf(metric.name, 0) : CALLS.values[metric.name].reduce((most, value) => Math.max(most, value ?? 0), 0)]));
 const formatted = (name, at) => write(METRICS[name].unit, valueOf(name, at));
-const fullName = (at) => CALLS.address[at] || "(root)";
+const fullName = (at) => (isOwn(at) ? `${fullName(callOf(at))} ${nameOf(at)}` : CALLS.address[at] || "(root)");
 
 /** The name of a call below that of the call that contains it. */
 function nameOf(at) {
+  if (isOwn(at)) return OWN.name[at - COUNT];
   if (at === 0) return "(root)";
   const above = CALLS.address[CALLS.parent[at]].split("#")[0];
   const address = CALLS.address[at];

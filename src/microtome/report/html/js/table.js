@@ -3,6 +3,8 @@ const ROW_HEIGHT = 27;
 const OPEN_AT_FIRST = 100;
 const SPARE = 20;
 const PRINTED = 2000;
+// A time below zero: the calls inside a call sum up to more than its own time.
+const NOISE = "noise";
 
 function layerTable(grid) {
   const table = grid.querySelector("table");
@@ -11,7 +13,7 @@ function layerTable(grid) {
   const longest = (texts) => texts.reduce((most, text) => Math.max(most, text.length), 0);
   const columns = [
     { name: "type", header: "module", label: "module", text: typeOf, cell: kindCell, width: 132, wish: Math.min(7.6 * longest(CALLS.types) + 42, 230) },
-    { name: "output", header: "output", label: "output", text: (at) => CALLS.output[at], width: 128, wish: Math.min(7.6 * longest(CALLS.output) + 24, 230) },
+    { name: "output", header: "output", label: "output", text: (at) => CALLS.output[callOf(at)], width: 128, wish: Math.min(7.6 * longest(CALLS.output) + 24, 230) },
     ...DATA.metrics.map((metric) => ({ ...metric, width: metric.name === "params" && CALLS.shared.some(Boolean) ? 128 : Math.max(96, 8.8 * metric.header.length + 30), isNumber: true })),
   ];
   const texts = innerWidth <= 640 ? [] : ["type", "output"];
@@ -27,7 +29,7 @@ function layerTable(grid) {
   const notFound = el("p", { class: "not-found", role: "alert" });
   const status = el("span", { class: "dim", role: "status" });
   const search = el("input", { type: "search", placeholder: "Search by name or kind", "aria-label": "Search calls by name or kind of module", oninput: () => SEARCH.set(search.value) });
-  const mode = chooser("Rows", [["tree", "tree"], ["layers", "layers (no calls inside)"], ["all", "all calls"]], rowsAre, (value) => { rowsAre = value; if (value === "tree") sort = null; refresh(); });
+  const mode = chooser("Rows", [["tree", "tree"], ["layers", "layers (no calls inside), operators between modules"], ["all", "all calls"]], rowsAre, (value) => { rowsAre = value; if (value === "tree") sort = null; refresh(); });
   document.getElementById("controls").append(
     el("div", { class: "controls" }, search, mode,
       el("button", { type: "button", onclick: () => { CHILDREN.forEach((inside, at) => inside.length && open.add(at)); refresh(); } }, "Open all"),
@@ -52,7 +54,8 @@ function layerTable(grid) {
       const at = stack.pop();
       if (matching && !matching.has(at)) continue;
       indices.push(at);
-      if (matching || open.has(at)) for (let child = CHILDREN[at].length - 1; child >= 0; child--) stack.push(CHILDREN[at][child]);
+      if (matching || open.has(at)) for (let child = childrenOf(at).length - 1; child >= 0; child--) stack.push(CHILDREN[at][child]);
+      if (!matching && open.has(at) && OWN_OF.has(at)) stack.push(OWN_OF.get(at));
     }
     return indices;
   }
@@ -60,6 +63,7 @@ function layerTable(grid) {
   function listRows() {
     const indices = [];
     for (let at = 0; at < COUNT; at++) if ((rowsAre === "all" || !CHILDREN[at].length) && (!SEARCH.isActive() || SEARCH.matches(at))) indices.push(at);
+    if (rowsAre === "layers") for (const at of OWN_OF.values()) if (!SEARCH.isActive() || SEARCH.matches(at)) indices.push(at);
     if (sort === null) return indices;
     const column = columns.find((one) => one.name === sort.name);
     const of = column ? (column.isNumber ? (at) => valueOf(column.name, at) : column.text) : fullName;
@@ -93,7 +97,8 @@ function layerTable(grid) {
 
   function refresh() {
     rows = rowsAre === "tree" ? treeRows() : listRows();
-    status.textContent = `${grouped(rows.length)} of ${grouped(COUNT)} calls${SEARCH.isActive() ? `, ${grouped(rows.filter(SEARCH.matches).length)} found` : ""}`;
+    const listed = rows.filter((at) => !isOwn(at)).length;
+    status.textContent = `${grouped(listed)} of ${grouped(COUNT)} calls${SEARCH.isActive() ? `, ${grouped(rows.filter(SEARCH.matches).length)} found` : ""}`;
     table.setAttribute("role", rowsAre === "tree" ? "treegrid" : "grid");
     table.setAttribute("aria-rowcount", rows.length + 1);
     drawHead();
@@ -154,16 +159,20 @@ function layerTable(grid) {
   function rowAt(at, place) {
     const isTree = rowsAre === "tree";
     const element = el("tr", { class: isPicked && at === active ? "on" : "", tabIndex: at === active ? 0 : -1, "aria-rowindex": place + 2,
-      "aria-level": isTree ? DEPTH[at] + 1 : null, "aria-expanded": isTree && CHILDREN[at].length ? String(open.has(at) || SEARCH.isActive()) : null });
+      "aria-level": isTree ? depthOf(at) + 1 : null, "aria-expanded": isTree && childrenOf(at).length ? String(open.has(at) || SEARCH.isActive()) : null });
     element.dataset.at = at;
     element.append(nameCell(at, isTree), ...used().map((column) => (column.isNumber ? numberCell(column, at) : el("td", { title: column.text(at) }, ...(column.cell ?? ((one) => [column.text(one)]))(at)))));
     return element;
   }
 
   function nameCell(at, isTree) {
-    const element = el("th", { scope: "row", class: isTree ? `d${Math.min(DEPTH[at], 32)}` : "", title: fullName(at) });
+    const element = el("th", { scope: "row", class: isTree ? `d${Math.min(depthOf(at), 32)}` : "", title: fullName(at) });
     const isOpen = open.has(at) || SEARCH.isActive();
-    if (isTree) element.append(CHILDREN[at].length ? el("button", { class: "twist", type: "button", tabIndex: -1, "aria-label": isOpen ? "Close" : "Open", onclick: () => toggle(at) }, isOpen ? "▾" : "▸") : el("span", { class: "twist" }));
+    if (isTree) element.append(childrenOf(at).length ? el("button", { class: "twist", type: "button", tabIndex: -1, "aria-label": isOpen ? "Close" : "Open", onclick: () => toggle(at) }, isOpen ? "▾" : "▸") : el("span", { class: "twist" }));
+    if (isOwn(at)) {
+      element.append(...marked(isTree ? nameOf(at) : fullName(at)));
+      return element;
+    }
     const anchor = link(CALLS.address[at], "");
     anchor.tabIndex = -1;
     anchor.append(...markedEnd(fullName(at), isTree ? nameOf(at) : fullName(at)));
@@ -173,7 +182,7 @@ function layerTable(grid) {
   }
 
   function kindCell(at) {
-    if (CHILDREN[at].length) return marked(typeOf(at));
+    if (isOwn(at) || CHILDREN[at].length) return marked(typeOf(at));
     const patch = el("span", { class: "kind" });
     patch.style.background = rgb(kindColour(CALLS.type[at]));
     return [patch, ...marked(typeOf(at))];
@@ -185,8 +194,8 @@ function layerTable(grid) {
     const value = valueOf(metric.name, at);
     if (value === null) return el("td", { class: "n", title: metric.missing || metric.unknown }, UNKNOWN);
     const whole = SCALE[metric.name] - metric.base;
-    let text = write(metric.unit, value);
-    const shared = CALLS.shared[at];
+    let text = metric.unit === "seconds" && value < 0 ? NOISE : write(metric.unit, value);
+    const shared = isOwn(at) ? OWN.shared[at - COUNT] : CALLS.shared[at];
     if (metric.name === "params" && shared) text = value ? `${text} (+${write("count", shared)})` : `(${write("count", shared)})`;
     const part = (end) => Math.min(Math.max(whole ? (end - metric.base) / whole : 0, 0), 1) * 100;
     const element = el("td", { class: `n b${Math.round(part(value))}` }, text);
@@ -209,6 +218,7 @@ function layerTable(grid) {
   }
 
   async function copied(at, button) {
+    if (isOwn(at)) return;
     await copy(CALLS.address[at]);
     if (button) button.textContent = "copied";
     status.textContent = `Copied ${fullName(at)}`;
@@ -251,10 +261,10 @@ function layerTable(grid) {
     const steps = { ArrowDown: 1, ArrowUp: -1, PageDown: page, PageUp: -page, Home: -rows.length, End: rows.length };
     const isTree = rowsAre === "tree";
     if (event.key in steps) show(rows[Math.min(Math.max(place + steps[event.key], 0), rows.length - 1)], { isFocused: true });
-    else if (event.key === "ArrowRight" && isTree && CHILDREN[at].length && !open.has(at)) toggle(at);
+    else if (event.key === "ArrowRight" && isTree && childrenOf(at).length && !open.has(at)) toggle(at);
     else if (event.key === "ArrowLeft" && isTree && open.has(at)) toggle(at);
-    else if (event.key === "ArrowLeft" && isTree && at) show(CALLS.parent[at], { isFocused: true });
-    else if (event.key === "Enter" && event.target === row) location.hash = encodeURIComponent(CALLS.address[at]);
+    else if (event.key === "ArrowLeft" && isTree && at) show(isOwn(at) ? callOf(at) : CALLS.parent[at], { isFocused: true });
+    else if (event.key === "Enter" && event.target === row && !isOwn(at)) location.hash = encodeURIComponent(CALLS.address[at]);
     else if (event.key === "c") copied(at);
     else return;
     event.preventDefault();
