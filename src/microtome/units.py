@@ -149,7 +149,7 @@ _WRITERS: dict[Unit, Callable[[Any], str]] = {
 
 
 def write(value: Any, unit: Unit | None) -> str:
-    """Format a value of a column in its unit; without one, a number as a count, and anything else by `str`.
+    """Format a value of a column in its unit; without one, a number with three digits, and anything else by `str`.
 
     Numbers of a column have the same number of digits; in sentences, `seconds` and the like drop zeros at the end.
 
@@ -157,7 +157,11 @@ def write(value: Any, unit: Unit | None) -> str:
     ('2.00 KiB', '3.00 ms', '0 s', '5.20', '50 %')
     >>> write(None, "joules") == UNKNOWN, write("launch", None)
     (True, 'launch')
+    >>> write(30.71618, None), write(5, None), write(30716.18, None)
+    ('30.7', '5', '30.7 k')
     """
+    if unit is None and isinstance(value, float) and abs(value) < 999.5:
+        return ratio(value, pads=True)
     if unit is None:
         return count(value) if value is None or isinstance(value, int | float) else str(value)
     return _WRITERS[unit](value)

@@ -126,6 +126,7 @@ def test_data_goes_through_and_outputs_are_written(server: Server, data: Path, t
     words = ["--data", data, "--batch", 3, "--at", "layer1", "--codec", "raw", "--to", out]  # auto depends on the load
     result = good("run", MODEL, "--server", server.address, *words)
     assert "cut at layer1: 3 requests of 2.33 samples in" in result.output
+    assert f"written: {out} (" in result.stderr
     model, _ = zoo.build("tiny-resnet")
     with torch.no_grad():
         whole = model(torch.from_numpy(np.load(data)).float())
@@ -134,7 +135,7 @@ def test_data_goes_through_and_outputs_are_written(server: Server, data: Path, t
 
 def test_a_folder_gets_a_file_for_each_request_and_is_not_written_over(server: Server, tmp_path: Path) -> None:
     words = ["run", MODEL, "--server", server.address, "--at", "", "--repeat", 3, "--to", tmp_path / "out"]
-    good(*words)
+    assert f"written: {tmp_path / 'out'} (3 files, " in good(*words).stderr
     files = sorted((tmp_path / "out").iterdir())
     assert [file.name for file in files] == ["000000.safetensors", "000001.safetensors", "000002.safetensors"]
     model, x = zoo.build("tiny-resnet")
@@ -250,7 +251,7 @@ def test_the_input_is_swept_once_where_it_is_named(server: Server) -> None:
 
 
 def test_requests_fail_without_the_fallback(server: Server) -> None:
-    words = ["run", MODEL, "--server", server.address, "--at", "layer1", "--deadline", "1e-6", "--repeat", 2]
+    words = ["run", MODEL, "--server", server.address, "--at", "layer1", "--deadline", "1us", "--repeat", 2]
     assert "2 requests of 2 ended here" in good(*words).output
     result = call(*words, "--no-fallback")
     assert result.exit_code == 2
@@ -287,7 +288,7 @@ def test_a_warning_is_a_line_without_source_code(tmp_path: Path) -> None:
         (["ping", "{server}", "--cert", "a.pem"], "--cert and --key go together"),
         (["ping", "{server}", "--server-name", "x"], "add --tls or --ca"),
         (["ping", "{server}", "--token-file", "/no/such"], "cannot read '/no/such': No such file"),
-        (["ping", "{server}", "--timeout", "0"], "0.0 is not in the range x>0"),
+        (["ping", "{server}", "--timeout", "0ms"], "expected a time of more than 0, such as 100ms or 2, in"),
         (["ping", "{server}", "--json", ""], "--json: expected the name of a file"),
         (["run", MODEL, "--server", "127.0.0.1:1", "--timeout", "0.3"], "127.0.0.1:1 cannot be reached"),
         (["run", MODEL], "Missing option '--server'"),
@@ -298,7 +299,8 @@ def test_a_warning_is_a_line_without_source_code(tmp_path: Path) -> None:
         (["run", MODEL, "--server", "{server}", "--at", "layer1", "--data", "{flat}"], "\n  in the call 'stem"),
         (["run", MODEL, "--server", "{server}", "--at", "", "--data", "{flat}"], "could not answer: RuntimeError"),
         (["run", MODEL, "--server", "{server}", "--data", "a", "--repeat", "2"], "choose one of --data and --repeat"),
-        (["run", MODEL, "--server", "{server}", "--deadline", "0"], "0.0 is not in the range x>0"),
+        (["run", MODEL, "--server", "{server}", "--deadline", "0"], "expected a time of more than 0"),
+        (["run", MODEL, "--server", "{server}", "--deadline", "soon"], "in seconds, got 'soon'"),
         (["run", MODEL, "--server", "{server}", "--device", "meta"], "--device meta: expected a device"),
         (
             ["run", MODEL, "--server", "{server}", "--device", "moon"],

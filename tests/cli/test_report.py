@@ -99,6 +99,14 @@ def test_what_is_no_profile_is_refused(tmp_path: Path) -> None:
     assert "(see microtome profile --json), got a file of kind 'cuts'" in result.output
 
 
+def test_a_missing_profile_is_named_before_a_missing_page(tmp_path: Path) -> None:
+    result = run("report", tmp_path / "none.json")
+    assert (result.exit_code, "none.json': No such file" in result.output) == (2, True), result.output
+    mt.profile(*zoo.build("tiny-resnet")).to_json(tmp_path / "p.json")
+    result = run("report", tmp_path / "p.json")
+    assert (result.exit_code, "Missing option '-o' / '--output'" in result.output) == (2, True), result.output
+
+
 def test_only_a_page_in_a_file_is_opened() -> None:
     for words, message in (
         (["profile", "zoo:tiny-resnet", "--open"], "expected --html FILE, got none"),

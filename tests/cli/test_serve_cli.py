@@ -90,6 +90,7 @@ def test_a_stage_is_served_to_a_client_of_the_other(tmp_path: Path) -> None:
         (["--listen", "127.0.0.1:moon"], "such as host:7070, got '127.0.0.1:moon'"),
         (["--max-message", "much"], "got 'much'"),
         (["--concurrency", "0"], "0 is not in the range x>=1"),
+        (["--grace", "-1"], "expected a time of 0 or more, such as 100ms or 2, in seconds, got '-1'"),
         (["--tls-cert", "/no/such.pem"], "TLS needs both --tls-cert and --tls-key"),
         (["--tls-cert", "/no/c.pem", "--tls-key", "/no/k.pem"], "--tls-cert: cannot read '/no/c.pem'"),
         (["--tls-cert", __file__, "--tls-key", __file__], "--tls-cert: expected a certificate in PEM format in '"),

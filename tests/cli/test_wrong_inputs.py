@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+from textwrap import dedent
 
 import click
 import numpy as np
@@ -14,10 +16,14 @@ import microtome as mt
 from microtome import zoo
 from microtome.cli import main
 from microtome.remote.server import Server
+from microtome.zoo import packages
 
 #: A model, the inputs that it does not run on, and how these are described.
 RESNET = "zoo:tiny-resnet", "2x4x32x32", "x 2x4x32x32"
 WRITER = "zoo:tiny-writer", "1x2x3x4:int64", "input_ids 1x2x3x4:int64"
+
+#: Why torchvision's operators are missing, as `zoo.packages` explains it.
+MISSING = "the compiled operators do not fit"
 
 #: For each command, the other words of its line: one list for each way in which it runs the model.
 LINES = {
@@ -81,3 +87,37 @@ def test_inputs_that_the_model_does_not_run_on_are_named(name: str, words: str, 
     assert error.startswith(f"Error: {expected}"), result.stderr
     assert ("Pass others with --input" in error) == (name != "record")
     assert len(error.splitlines()) <= 3, error
+
+
+def test_a_missing_operator_of_torchvision_is_not_blamed_on_the_inputs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packages, "explain_missing_operators", lambda: MISSING)
+    code = """
+        from torch import nn
+        class Detector(nn.Module):
+            def forward(self, x):
+                raise RuntimeError({!r})
+    """
+    for message in ("Couldn't load custom C++ ops.", "Could not run 'torchvision::nms' on the CPU", "wrong shape"):
+        (tmp_path / "net.py").write_text(dedent(code.format(message)))
+        result = CliRunner().invoke(main, ["cuts", f"{tmp_path / 'net.py'}:Detector", "--input", "1x3"])
+        assert result.exit_code == 2
+        is_missing = message != "wrong shape"
+        assert (f"It calls an operator of torchvision: {MISSING}" in result.output) == is_missing
+        assert ("Pass others with --input" in result.output) != is_missing
+
+
+@pytest.mark.skipif(not packages.is_installed("torchvision"), reason="there is no torchvision")
+def test_the_note_on_missing_operators_is_printed_although_the_model_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    from microtome.zoo.sources import torchvision
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no such operator: torchvision::nms")
+
+    monkeypatch.setattr(torchvision, "explain_missing_operators", lambda: MISSING)
+    monkeypatch.setattr(import_module("microtome.split.cuts.cuts"), "cuts", fail)
+    result = CliRunner().invoke(main, ["cuts", "torchvision:ssdlite320_mobilenet_v3_large"])
+    assert result.exit_code == 2
+    note = "Note: ssdlite320_mobilenet_v3_large fails if it calls an operator of torchvision"
+    assert f"{note}: {MISSING}" in result.stderr

@@ -574,6 +574,13 @@ def test_invalid_sizes_are_refused(size: Any) -> None:
         ModelHook(nn.ReLU(), size)
 
 
+def test_a_tensor_in_place_of_sizes_is_not_printed() -> None:
+    with pytest.raises(BadInputs, match=r"got a tensor: pass its sizes, \(3, 8, 8\)$"):
+        stat(nn.ReLU(), torch.ones(1, 3, 8, 8))  # type: ignore[arg-type]
+    with pytest.raises(BadInputs, match=r"got a tuple of tensors$"):
+        stat(nn.ReLU(), (torch.ones(1, 3, 8, 8),))  # type: ignore[arg-type]
+
+
 def test_a_class_is_no_model() -> None:
     with pytest.raises(NotAModule, match="expected a torch.nn.Module, got the class ReLU; create it first"):
         stat(nn.ReLU, (3, 4, 4))  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,12 @@ def test_the_text_says_what_ended_here_and_where_the_cut_moved() -> None:
     assert "1 request had to be sent again" in shown
     assert "| tail here | 500 ms | 500 ms |" in markdown(request_log())
     assert len(csv(request_log()).splitlines()) == 7
+
+
+def test_large_numbers_of_requests_are_written_alike() -> None:
+    many = request_log()
+    shown = text(replace(many, requests=many.requests * 500))
+    assert "500 requests of 3,000 ended here" in shown
 
 
 def test_it_is_read_from_json_as_it_was(tmp_path: Path) -> None:

@@ -71,6 +71,25 @@ def test_what_crosses_is_named_and_the_cuts_own_output_comes_first(unet: mt.Cuts
     assert [live.name for live in unet["up.deep"].live] == ["down.0", "down.1", "up.deep"]
 
 
+class Pooled(nn.Module):
+    """Drops elements of a view in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool, self.drop, self.fc = nn.AdaptiveAvgPool2d(1), nn.Dropout(inplace=True), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        dropped: Tensor = self.fc(self.drop(self.pool(x).flatten(1)))
+        return dropped
+
+
+def test_an_argument_that_the_call_at_the_cut_changed_is_explained() -> None:
+    shown = text(mt.cuts(Pooled().train(), "2x3x4x4"))
+    assert "itself(args[0])" in shown
+    explained = "itself: the output of the call at the cut; itself(args[0]): its argument, after the call changed it"
+    assert explained in " ".join(shown.split())
+
+
 @pytest.mark.parametrize("columns", [40, 60, 80, 100, 200])
 @pytest.mark.parametrize("which", ["unet", "wide"])
 def test_no_line_of_the_table_wraps(unet: mt.Cuts, which: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:

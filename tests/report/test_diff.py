@@ -170,7 +170,7 @@ def test_the_counts_of_calls_agree_with_the_table() -> None:
     removed = repeated(3).diff(repeated(2))
     shown = text(removed)
     assert rows(shown)[0][:2] == ["2", "Sequential removed, with 2 calls inside"]
-    assert "layers: 3 removed; 7 as before" in shown
+    assert "layers: 3 removed; 7 as before, by their own costs" in shown
     assert removed.unchanged + len(removed.layers) == 10  # calls of the larger model
 
 

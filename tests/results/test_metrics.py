@@ -20,7 +20,15 @@ from microtome.report.formats import csv, markdown, text
 from microtome.report.row_selection import RowSelection
 from microtome.report.top import as_json
 from microtome.report.top import text as of_top
-from microtome.results.metrics import METRICS, CallAmounts, Metric, on_command_line, register_metric, why_unknown
+from microtome.results.metrics import (
+    METRICS,
+    CallAmounts,
+    Metric,
+    on_command_line,
+    register_metric,
+    unregister_column,
+    why_unknown,
+)
 
 #: Twice the bytes that are read: 2 x 4 x (2 x 4 + 4 x 8 + 8) for the first layer below.
 TWICE = Metric(
@@ -78,6 +86,15 @@ def test_a_registered_metric_sorts_selects_and_limits(twice: Metric, tmp_path: p
     ran = CliRunner().invoke(main, ["diff", *files, "--fail-over", "twice=5%"])
     assert ran.exit_code == 1
     assert "Over the limit: twice read +" in ran.output
+
+
+def test_own_columns_write_numbers_with_three_digits() -> None:
+    mt.register_column("third", lambda row: 92.148544 / 3)
+    try:
+        assert "30.7" in (shown := text(mt.profile(nn.Linear(2, 2), "1x2"), RowSelection(columns=("third",))))
+        assert "30.71" not in shown
+    finally:
+        unregister_column("third")
 
 
 def test_names_of_columns_are_unique(twice: Metric) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -450,6 +451,19 @@ def test_a_folder_without_a_configuration(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(BuildFailed, match="config.json' is not JSON"):
         zoo.resolve(f"hf:{tmp_path}")
+
+
+@pytest.mark.parametrize("name", ["./none", "../none", "/no/such", "none/", "~/none"])
+def test_a_folder_that_does_not_exist_is_no_model_type(name: str) -> None:
+    message = f"hf:{name}: expected a folder with the config.json of a model at '{name}', there is none"
+    with pytest.raises(NoMatch, match=re.escape(message)):
+        zoo.resolve(f"hf:{name}")
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(NoMatch, match="expected a folder with the config.json of a model at .*, got a file"):
+        zoo.resolve(f"hf:{tmp_path / 'config.json'}")
 
 
 def test_a_type_without_a_plain_model() -> None:

@@ -15,6 +15,7 @@ from microtome.engine.pytree import named_tensors
 from microtome.errors import BadFile
 from microtome.files.tensors import DTYPE_CODES, write_tensors
 from microtome.files.writing import translate_write_errors
+from microtome.units import plural, size
 
 _SUFFIX = ".safetensors"
 
@@ -41,6 +42,14 @@ def open_tensors(to: str | None) -> Iterator[Callable[[Any], None]]:
             raise BadFile(f"{to!r} already contains {_SUFFIX} files: name another folder, or remove them")
         numbers = count()
         yield lambda output: _write(folder / f"{next(numbers):06}{_SUFFIX}", _copy_tensors(output))
+
+
+def describe_tensors(to: str) -> str:
+    """Return the name and the size of the file, or of the folder with the number of its files."""
+    path = Path(to)
+    files = sorted(path.glob(f"*{_SUFFIX}")) if path.is_dir() else [path]
+    number = f"{plural(len(files), 'file')}, " if path.is_dir() else ""
+    return f"{to} ({number}{size(sum(file.stat().st_size for file in files))})"
 
 
 def _write(file: Path, tensors: dict[str, Tensor]) -> None:

@@ -75,7 +75,7 @@ def report(cuts: Cuts, view: CutSelection | None = None, medium: Medium = "termi
         if view.sort is None:
             table = replace(table, lines=_between_ends(cuts, table, most))
         if any(live.source == cut.at for cut in rows for live in cut.live):
-            notes.append(Note("itself: the output of the call at the cut", (columns[-1],)))
+            notes.append(Note(_explain_itself(rows), (columns[-1],)))
     table = table.with_columns(view.columns)
     if view.sort is not None:
         table = table.with_kept_column(view.sort)
@@ -177,6 +177,13 @@ def _crossing(cut: Cut, medium: Medium) -> tuple[str, ...]:
     if medium == "html" and len(names) > _NOTEBOOK_NAMES:
         names = (*names[:_NOTEBOOK_NAMES], f"and {len(names) - _NOTEBOOK_NAMES} more")
     return names
+
+
+def _explain_itself(cuts: Sequence[Cut]) -> str:
+    names = (live.name.removeprefix(cut.at) for cut in cuts for live in cut.live if live.source == cut.at)
+    argument = next((name for name in names if name.startswith("(args")), None)
+    other = "" if argument is None else f"; itself{argument}: its argument, after the call changed it in place"
+    return f"itself: the output of the call at the cut{other}"
 
 
 def _select_rows(cuts: Cuts, view: CutSelection) -> list[Cut]:

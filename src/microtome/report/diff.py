@@ -208,7 +208,9 @@ def _style(change: MetricChange) -> str:
 def _changed(diff: Diff) -> str:
     counts = {what: sum(layer.what == what for layer in diff.layers) for what in ("added", "removed", "changed")}
     changed = ", ".join(f"{number} {what}" for what, number in counts.items() if number)
-    return f"{changed or 'no layer changed'}; {diff.unchanged} as before"
+    # Of a call that contains others, only its own costs are compared: calls inside it may have changed.
+    own = ", by their own costs" if changed and diff.modules else ""
+    return f"{changed or 'no layer changed'}; {diff.unchanged} as before{own}"
 
 
 def _selection_notes(

@@ -77,9 +77,9 @@ def _title(log: RequestLog) -> str:
 
 def _notes(log: RequestLog) -> Iterator[str]:
     if log.on_edge:
-        yield f"{plural(len(log.on_edge), 'request')} of {len(log.requests)} ended here"
+        yield f"{plural(len(log.on_edge), 'request')} of {len(log.requests):,} ended here"
     for reason, times in list(log.reasons.items())[:_FEW]:
-        yield f"  {times} of them: {reason}"
+        yield f"  {times:,} of them: {reason}"
     retried = sum(sent.attempts > 1 for sent in log.requests)
     if retried:
         yield f"{plural(retried, 'request')} had to be sent again"

@@ -16,6 +16,9 @@ from microtome.errors import BuildFailed, MicrotomeError, NotInstalled, describe
 #: The operators that torchvision 0.20 to 0.28 look up during import.
 _SCHEMAS = {name: f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor" for name in ("nms", "qnms")}
 
+#: The errors of torchvision and of torch if a model calls an operator that is not there, or has no kernel.
+_OPERATOR_ERROR = re.compile(r"torchvision::\w+|custom C\+\+ ops")
+
 #: Deleting a library removes the operators that it declares.
 _libraries: list[torch.library.Library] = []
 _declared: list[str] = []
@@ -61,6 +64,11 @@ def explain_missing_operators() -> str | None:
         f"the compiled operators of this torchvision do not fit torch {torch.__version__}: install the torchvision "
         "that was built for it"
     )
+
+
+def explain_operator_error(error: BaseException) -> str | None:
+    """Explain an error of a model that called a missing operator of torchvision; None: it is another error."""
+    return explain_missing_operators() if _OPERATOR_ERROR.search(str(error)) else None
 
 
 def _import_torchvision() -> ModuleType:

@@ -17,12 +17,15 @@ _COMPARE = "Another profile to compare with; with times, also that of the cloud.
 
 @click.command
 @click.argument("profile", metavar="PROFILE.json", shell_complete=complete_file)
-@click.option("-o", "--output", "html_file", required=True, metavar="F", shell_complete=complete_file, help=_OUTPUT)
+@click.option("-o", "--output", "html_file", metavar="F", shell_complete=complete_file, help=_OUTPUT)
 @click.option("--cuts", metavar="F", shell_complete=complete_file, help=_CUTS)
 @click.option("--compare", metavar="F", shell_complete=complete_file, help=_COMPARE)
 @open_option
-def report(profile: str, html_file: str, cuts: str | None, compare: str | None, *, is_opened: bool) -> None:
+def report(profile: str, html_file: str | None, cuts: str | None, compare: str | None, *, is_opened: bool) -> None:
     """Write a profile that `microtome profile --json` wrote as one self-contained HTML page."""
+    if html_file is None:
+        load_profile(profile)  # a wrong file is named first
+        raise click.UsageError("Missing option '-o' / '--output': name the page to write, or - for stdout.")
     check_opened(html_file, "-o", is_opened=is_opened)
     if html_file != "-":
         check_writable(html_file)

@@ -14,6 +14,7 @@ import click
 from microtome.cli.completion import complete_file
 from microtome.cli.interrupts import import_torch
 from microtome.cli.options.connection import connection_options, server_option
+from microtome.cli.options.durations import positive_duration
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
 from microtome.cli.options.outputs import Outputs, check_distinct, output_options
 from microtome.cli.progress import print_notes, show_progress
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 _DATA = ".npy of (samples, …), or a folder of .npy or images (default: the example inputs, --repeat times)."
 _TO = "Write the outputs: one file per request, or one F.safetensors."
-_DEADLINE = "Seconds that a request may take; after that, this machine computes the output."
+_DEADLINE = "Time that a request may take, in seconds or such as 100ms; after that, this machine computes the output."
 _NO_FALLBACK = "Fail if the server goes away or misses the deadline: compute nothing of its part here."
 _AT = "Cut: an address of `microtome cuts`; auto: the fastest; (input): send the inputs."
 
@@ -43,7 +44,7 @@ _AT = "Cut: an address of `microtome cuts`; auto: the fastest; (input): send the
 @click.option("--batch", type=click.IntRange(min=1), default=1, metavar="N", help="Samples per request.")
 @click.option("--at", default="auto", metavar="ADDRESS", help=_AT)
 @click.option("--codec", default="auto", metavar="NAME", help="Codec of the boundary, such as raw, zstd or fp16.")
-@click.option("--deadline", type=click.FloatRange(min=0, min_open=True), metavar="S", help=_DEADLINE)
+@click.option("--deadline", type=positive_duration, metavar="T", help=_DEADLINE)
 @click.option("--no-fallback", is_flag=True, help=_NO_FALLBACK)
 @click.option("--max-reply", metavar="SIZE", help="Maximum size of a reply, such as 256MB, if it depends on values.")
 @click.option(
@@ -78,7 +79,7 @@ def run(
         raise click.UsageError("choose one of --data and --repeat")
     check_distinct(outputs.files | {"to": to})
     import_torch()
-    from microtome.cli.tensor_files import open_tensors
+    from microtome.cli.tensor_files import describe_tensors, open_tensors
     from microtome.remote.connect import connect
     from microtome.results.requests import RequestLog, cut_moves
 
@@ -114,6 +115,8 @@ def run(
         **energy,
     )
     outputs.write_result(log, perfetto=log.to_perfetto)
+    if to is not None:
+        click.echo(f"written: {describe_tensors(to)}", err=True)
 
 
 def _make_items(data: str | None, repeat: int, batch: int, example: Inputs) -> tuple[Iterator[Inputs], int]:

@@ -13,6 +13,7 @@ import click
 
 from microtome.cli.interrupts import import_torch
 from microtome.cli.options.connection import check_server, file_option
+from microtome.cli.options.durations import duration
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
 from microtome.cli.progress import show_progress
 from microtome.units import plural
@@ -20,6 +21,7 @@ from microtome.units import plural
 #: Parameters of mallopt in glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _TRIM_BYTES, _MMAP_BYTES = 64 << 20, 32 << 20
+_GRACE = "Time to drain on SIGTERM, in seconds or such as 1min."
 _SESSIONS = "Maximum number of sessions, each with the state of one sequence, such as a KV cache; 0: none."
 
 
@@ -50,7 +52,7 @@ _SESSIONS = "Maximum number of sessions, each with the state of one sequence, su
 @click.option("--state-memory", default="1GB", metavar="SIZE", help="Maximum size of the states of all sessions.")
 @click.option("--session-timeout", default="10min", metavar="T", help="How long a session lasts without a step.")
 @click.option("--metrics", metavar=":PORT", help="Serve Prometheus metrics on this port.")
-@click.option("--grace", type=click.FloatRange(min=0), default=10.0, metavar="S", help="Seconds to drain on SIGTERM.")
+@click.option("--grace", type=duration, default=10.0, metavar="T", help=_GRACE)
 @click.option(
     "--log-level",
     type=click.Choice(["debug", "info", "warning", "error"]),

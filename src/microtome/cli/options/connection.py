@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from microtome.cli.completion import complete_file
+from microtome.cli.options.durations import positive_duration
 from microtome.endpoints import explain_endpoint
 
 _CA = "PEM file of the authority that signed the server's certificate (default: the system's authorities)."
@@ -66,10 +67,10 @@ def connection_options(command: Callable[..., None]) -> Callable[..., None]:
     for option in (
         click.option(
             "--timeout",
-            type=click.FloatRange(min=0, min_open=True),
+            type=positive_duration,
             default=10.0,
-            metavar="S",
-            help="Seconds to wait for the server when connecting.",
+            metavar="T",
+            help="Time to wait for the server when connecting, in seconds or such as 500ms.",
         ),
         click.option("--server-name", metavar="NAME", help=_SERVER_NAME),
         file_option("--token-file", "Authenticate with the token in this file."),

@@ -83,12 +83,13 @@ class ModelOptions:
                 raise NeedsValues(f"{self.name} runs on {kind} tensors only")
         except Exception as error:
             if not isinstance(error, NeedsValues) and (without is None or _weight_bytes(without) > _NOTED_BYTES):
+                print_notes(() if without is None else without.notes)
                 raise
             resolved = self._build(one_pass=one_pass)
+            print_notes(resolved.notes)  # also if it does not run
             result = run(resolved)
             if _weight_bytes(resolved) > _NOTED_BYTES:
                 print_notes([f"{self.name} has weights in memory, which its code needs: {describe_error(error)}"])
-            print_notes(resolved.notes)
             return resolved, result
         if (nbytes := _weight_bytes(without)) > _NOTED_BYTES:
             why = "nothing is measured, so it is on the meta device"
@@ -250,6 +251,10 @@ def wrap_model_errors(
         from microtome.user_code import line_of
 
         reason = f"{describe_error(error).rstrip('.')}{line_of(error, resolved.file)}"
+        from microtome.zoo.packages import explain_operator_error
+
+        if (missing := explain_operator_error(error)) is not None:  # other inputs would fail alike
+            hint = f". It calls an operator of torchvision: {missing}"
         inputs = resolved.arguments if get_inputs is None else get_inputs()
         message = f"{resolved.name} does not run on {inputs}: {reason}{hint}"
         raise BadInputs("\n  ".join([message, *getattr(error, "__notes__", [])])) from error

@@ -108,9 +108,17 @@ def _random_image(model: nn.Module, input_size: Any) -> Inputs:
     if not sizes or min(sizes) < 1:
         raise InvalidArgument(
             "expected input_size to be the sizes of one image without the batch, such as (3, 224, 224), got "
-            f"{input_size!r}"
+            f"{_describe_size(input_size)}"
         )
     return Inputs(*Inputs.of((1, *sizes), model).args)  # as tensors: no error need explain the shape
+
+
+def _describe_size(input_size: Any) -> str:
+    if isinstance(input_size, Tensor):
+        return f"a tensor: pass its sizes, {tuple(input_size.shape[1:])}"
+    if isinstance(input_size, list | tuple) and any(isinstance(one, Tensor) for one in input_size):
+        return f"a {type(input_size).__name__} of tensors"
+    return f"{input_size!r:.80}"
 
 
 @contextmanager

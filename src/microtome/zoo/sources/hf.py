@@ -91,6 +91,9 @@ def _make_config(transformers: ModuleType, name: str, args: dict[str, Any]) -> A
 
 def _read_config(transformers: ModuleType, folder: str) -> dict[str, Any]:
     if not Path(folder).is_dir():
+        if Path(folder).exists() or Path(folder).is_absolute() or folder.startswith((".", "~")) or folder.endswith("/"):
+            got = "got a file" if Path(folder).exists() else "there is none"
+            raise NoMatch(f"hf:{folder}: expected a folder with the config.json of a model at {folder!r}, {got}")
         raise _no_such_model(folder)
     file = Path(folder) / "config.json"
     if not file.exists():
