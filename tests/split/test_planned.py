@@ -34,3 +34,11 @@ def test_auto_needs_a_plan() -> None:
 
 def _at_the_pool(candidates: Sequence[Candidate]) -> Candidate:
     return next(one for one in candidates if one.at == ("pool#0",))
+
+
+def test_a_plan_without_a_cut_names_the_device_that_runs_the_model() -> None:
+    model, x = zoo.build("tiny-unet")
+    profile = mt.profile(model, x, measure="time", repeat=3)
+    plan = mt.plan(mt.cuts(model, x), edge=profile, cloud=profile, link=mt.Link("8bps"))
+    with pytest.raises(BadQuery, match=r"expected a plan that cuts the model, got one that runs all of it on edge"):
+        mt.split(model, x, at=plan)

@@ -189,7 +189,10 @@ def _choose_cuts(cuts: Cuts, at: Any) -> list[Cut]:
     """The cuts that a user names, in the order in which they are run."""
     planned = getattr(at, "at", at) if not isinstance(at, Cut | nn.Module) else at
     if planned is None and at is not None:
-        raise BadQuery("the plan does not cut the model: it runs best in one place")
+        device = getattr(at, "sole_device", None) or "one device"
+        raise BadQuery(
+            f"expected a plan that cuts the model, got one that runs all of it on {device}: call the model there"
+        )
     names = [planned] if isinstance(planned, str | Cut) or not isinstance(planned, Iterable) else list(planned)
     if not names or not all(isinstance(name, str | Cut) for name in names):
         raise BadQuery(
