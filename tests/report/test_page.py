@@ -307,6 +307,44 @@ def test_two_runs_are_shown_with_what_changed(profile: mt.Profile) -> None:
     assert data["only_here"]["count"] == len(profile) - 1  # the root alone has the same address
 
 
+def shallow(profile: mt.Profile, depth: int, speed: float = 1.0) -> mt.Profile:
+    """The profile with times down to a depth."""
+    rows = [row if row.depth <= depth else replace(row, time_s=None, spreads={}) for row in timed(profile, speed=speed)]
+    return replace(timed(profile), calls=tuple(rows))
+
+
+@pytest.mark.parametrize(("before", "after", "depth"), [(9, 9, 9), (2, 2, 2), (1, 1, 1), (2, 1, 1), (1, 9, 1)])
+def test_calls_at_the_measured_depth_are_compared(before: int, after: int, depth: int, profile: mt.Profile) -> None:
+    here, there = shallow(profile, before), shallow(profile, after, speed=3.0)
+    data = Page(here.to_html(compare=there)).data["compare"]
+    assert isinstance(data, dict)
+    times = {row.address: value for row, value in zip(profile, data["there"]["time_s"], strict=True)}
+    innermost = {row.address for row in profile if row.depth == depth or (row.depth < depth and row.height == 1)}
+    assert {address for address, value in times.items() if value is not None} == innermost
+    changed = {layer.address for layer in here.diff(there).layers if any(c.quantity == "time" for c in layer.changes)}
+    assert changed == innermost
+    assert sum(filter(None, data["here"]["time_s"])) == pytest.approx(sum(here[name].time_s or 0 for name in innermost))
+
+
+def test_counts_of_two_runs_are_compared_without_the_calls_inside() -> None:
+    class Repeated(nn.Module):
+        def __init__(self, times: int) -> None:
+            super().__init__()
+            self.layer, self.times = nn.Linear(4, 4), times
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.layer(x)
+            for _ in range(self.times):
+                y = y + 1.0
+            return y
+
+    before, after = (mt.profile(nn.Sequential(Repeated(times)), "1x4") for times in (1, 5))
+    data = Page(before.to_html(compare=after)).data["compare"]
+    assert isinstance(data, dict)
+    assert data["here"]["flops"] == [0, 4, 36]
+    assert data["there"]["flops"] == [0, 20, 36]
+
+
 def test_calls_in_one_run_alone_are_named() -> None:
     before = nn.Sequential(OrderedDict(a=nn.Linear(4, 4)))
     after = nn.Sequential(OrderedDict(a=nn.Linear(4, 4), norm=nn.Sequential(nn.LayerNorm(4))))

@@ -194,7 +194,7 @@ def diff(before: Profile, after: Profile | File) -> Diff:
     old, new = ({row.address: row for row in profile} for profile in (before, after))
     layers, noise = [], 0
     for address in dict.fromkeys((*old, *new)):
-        layer = _compare(before, after, old.get(address), new.get(address), _own)
+        layer = _compare(before, after, old.get(address), new.get(address), own_costs)
         if layer.changes or layer.note or layer.what != "changed":
             real = [change for change in layer.changes if not change.is_noise]
             noise += len(real) < len(layer.changes)
@@ -224,8 +224,9 @@ def _totals(before: Profile, after: Profile) -> Iterator[MetricChange]:
             yield MetricChange(name, old, new, is_noise(before.total, after.total, metric.name))
 
 
-#: Returns the cost of a call; None: unknown, or there is no such call.
-Cost = Callable[[Profile, Row | None, Metric], float | None]
+#: Costs of a call before and after; None: unknown, or there is no such call.
+Costs = tuple[float | None, float | None]
+Cost = Callable[[Profile, Profile, Row | None, Row | None, Metric], Costs]
 
 
 def _compare(before: Profile, after: Profile, old: Row | None, new: Row | None, cost: Cost) -> LayerChange:
@@ -235,7 +236,7 @@ def _compare(before: Profile, after: Profile, old: Row | None, new: Row | None, 
     for metric in compared_metrics().values():
         if not metric.is_compared_by_layer:
             continue
-        one, two = cost(before, old, metric), cost(after, new, metric)
+        one, two = cost(before, after, old, new, metric)
         if old is None or new is None:
             differs = (one or 0) != (two or 0)
         else:  # a metric that was not measured on one side shows no change; one that was not counted does
@@ -247,7 +248,9 @@ def _compare(before: Profile, after: Profile, old: Row | None, new: Row | None, 
     notes = [] if old is None or new is None else list(_differences(old, new))
     if old is not None and new is not None and not changes and not notes:
         notes = list(_other_costs(old, new))
-    return LayerChange(row.address, row.type, what, tuple(changes), "; ".join(notes), row.parent, is_own=cost is _own)
+    return LayerChange(
+        row.address, row.type, what, tuple(changes), "; ".join(notes), row.parent, is_own=cost is own_costs
+    )
 
 
 def _modules(before: Profile, after: Profile, layers: Iterable[LayerChange]) -> Iterator[LayerChange]:
@@ -293,24 +296,31 @@ def _is_counted_in_both(metric: Metric, before: Profile, after: Profile) -> bool
     return _is_counted(metric) and not (is_requested and None in (metric.of(before.total), metric.of(after.total)))
 
 
-def _own(profile: Profile, row: Row | None, metric: Metric) -> float | None:
-    """Return the cost of a call by itself; if the metric does not add up, such as the output's bytes, that of the call.
+def own_costs(before: Profile, after: Profile, old: Row | None, new: Row | None, metric: Metric) -> Costs:
+    """Return the costs of a call by itself; if the metric does not add up, such as the output's bytes, of the call.
 
-    A measured one only of calls without measured calls inside, since a difference of medians has no spread.
+    A measured one only of calls without calls inside that both measured, since a difference of medians has no spread.
     """
-    if row is None:
-        return None
     if _is_counted(metric):
-        own: float | None = metric.own(row)
-        return own
-    if metric.adds_up != "sum":
-        return metric.of(row)
-    return None if any(metric.of(child) is not None for child in profile.children(row)) else metric.of(row)
+        return None if old is None else metric.own(old), None if new is None else metric.own(new)
+    if metric.adds_up == "sum" and has_known_calls(before, after, old, new, metric):
+        return None, None
+    return _inclusive(before, after, old, new, metric)
 
 
-def _inclusive(profile: Profile, row: Row | None, metric: Metric) -> float | None:
-    """Return the cost of a call with the calls inside it."""
-    return None if row is None else metric.of(row)
+def has_known_calls(before: Profile, after: Profile, old: Row | None, new: Row | None, metric: Metric) -> bool:
+    """Whether a metric is known of a call inside a call, both before and after if the call is in both."""
+    known = [
+        {child.address for child in profile.children(row) if metric.of(child) is not None}
+        for profile, row in ((before, old), (after, new))
+        if row is not None
+    ]
+    return bool(set.intersection(*known))
+
+
+def _inclusive(before: Profile, after: Profile, old: Row | None, new: Row | None, metric: Metric) -> Costs:
+    """Return the costs of a call with the calls inside it."""
+    return metric.of(old), metric.of(new)
 
 
 def is_noise(old: Row, new: Row, name: str) -> bool | None:

@@ -9,9 +9,10 @@ from typing import Any
 
 from microtome.report.html.data import numbers
 from microtome.report.html.table import small_table
-from microtome.results.diff import MetricChange, diff, is_noise
+from microtome.results.diff import Costs, MetricChange, diff, has_known_calls, is_noise, own_costs
 from microtome.results.metrics import Metric, compared_metrics, page_metrics, why_missing
 from microtome.results.profile import Profile
+from microtome.results.rows import Row
 from microtome.units import UNKNOWN, write
 
 #: The most calls in one run alone whose addresses the page has.
@@ -19,17 +20,43 @@ _NAMED = 5
 
 
 def compare_data(profile: Profile, other: Profile) -> dict[str, Any]:
-    """Return the other run's metrics at the calls of this one, None where it lacks the call."""
+    """Return the metrics of both runs at the calls of this one, each without the calls inside it."""
     known = {row.address: row for row in other}
-    rows = [known.get(row.address) for row in profile]
     both = [metric for metric in page_metrics() if not why_missing(profile, metric) and not why_missing(other, metric)]
+    costs = {
+        metric.name: [_costs(profile, other, row, known.get(row.address), metric) for row in profile] for metric in both
+    }
     here = {row.address for row in profile}
     return {
-        "values": {metric.name: numbers(None if row is None else metric.of(row) for row in rows) for metric in both},
-        "noise": _noise(profile, other),
+        "here": {name: numbers(one for one, _ in pairs) for name, pairs in costs.items()},
+        "there": {name: numbers(two for _, two in pairs) for name, pairs in costs.items()},
+        "noise": {name: _noise(profile, known, name, pairs) for name, pairs in costs.items()},
+        "shared": sum(row.address in known for row in profile if row.parent is not None or row.height == 1),
         "only_here": _addresses(row.address for row in profile if row.address not in known),
         "only_there": _addresses(row.address for row in other if row.address not in here),
     }
+
+
+def _costs(profile: Profile, other: Profile, here: Row, there: Row | None, metric: Metric) -> Costs:
+    """Return the costs of a call as a `Diff` has them, where both are known.
+
+    A metric that does not add up is compared at the innermost calls.
+    """
+    if there is None:
+        return None, None
+    if metric.adds_up != "sum" and has_known_calls(profile, other, here, there, metric):
+        return None, None
+    costs = own_costs(profile, other, here, there, metric)
+    return (None, None) if None in costs else costs
+
+
+def _noise(profile: Profile, known: dict[str, Row], name: str, costs: list[Costs]) -> list[int]:
+    """Return the indices of the compared calls whose passes overlap with those of the other run."""
+    return [
+        index
+        for index, (row, pair) in enumerate(zip(profile, costs, strict=True))
+        if None not in pair and is_noise(row, known[row.address], name)
+    ]
 
 
 def _addresses(alone: Iterable[str]) -> dict[str, Any]:
@@ -45,18 +72,6 @@ def _addresses(alone: Iterable[str]) -> dict[str, Any]:
         if len(first) < _NAMED and not (first and address.startswith(f"{first[-1]}.")):
             first.append(address)
     return {"count": count, "first": first}
-
-
-def _noise(profile: Profile, other: Profile) -> dict[str, list[int]]:
-    """Return, by metric, the indices of the layers whose passes overlap with those of the other run."""
-    layers = {row.address: row for row in other if not other.children(row)}
-    both = [
-        (index, row, layers[row.address])
-        for index, row in enumerate(profile)
-        if row.address in layers and not profile.children(row)
-    ]
-    names = [metric.name for metric in compared_metrics().values()]
-    return {name: [index for index, here, there in both if is_noise(here, there, name)] for name in names}
 
 
 def compare_table(profile: Profile, other: Profile) -> str:
