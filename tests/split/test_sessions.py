@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import microtome as mt
-from microtome.errors import BadBoundary, BadQuery, SessionError, Unsupported
+from microtome.errors import BadBoundary, BadInputs, BadQuery, SessionError, Unsupported
 from microtome.split.execution.placeholder import Placeholder, PlaceholderRead
 from microtome.split.state.snapshot import StateSnapshot, digest_of
 
@@ -453,3 +453,82 @@ def test_a_closed_session_runs_no_step(model: Model) -> None:
         session(x=torch.ones(1, 1, 4), memory=Memory(4))
     with pytest.raises(SessionError, match=r"expected an open session, got one that was closed: begin another"):
         session(x=torch.ones(1, 1, 4), memory=Memory(4))
+
+
+class _Swap(nn.Module):
+    """Swaps two parts of its state from the second step on, one an empty list, the other None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.swap = _SwapParts()
+
+    def forward(self, x: Tensor, memory: Any) -> dict[str, Any]:
+        y = self.swap(self.first(x), memory)
+        return {"out": self.last(y) * (2 if memory.one is None else 3), "memory": memory}
+
+
+class _SwapParts(nn.Module):
+    def forward(self, x: Tensor, memory: Any) -> Tensor:
+        memory.steps += 1
+        memory.kept[0] = x
+        if memory.steps > 2:
+            memory.one, memory.two = memory.two, memory.one
+        return x * 1.0
+
+
+@torch.no_grad()
+def test_parts_that_change_places_are_not_taken_for_each_other() -> None:
+    def make() -> Memory:
+        memory = Memory(1)
+        vars(memory).update(one=[], two=None)
+        return memory
+
+    model, x, memory = _Swap().eval(), torch.ones(1, 4), make()
+    session = mt.split(model, {"x": x, "memory": make()}, at="swap", state="memory").session()
+    for _ in range(2):
+        memory = session(x=x, memory=memory)["memory"]
+    with pytest.raises(
+        (BadBoundary, Unsupported), match="expected the state that the head has|differs from the example"
+    ):
+        session(x=x, memory=memory)
+
+
+@torch.no_grad()
+def test_one_object_for_two_states_is_not_taken_for_two() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Layer(0), Layer(1)
+
+        def forward(self, x: Tensor, one: Memory, two: Memory) -> dict[str, Any]:
+            return {"out": self.second(self.first(x, one), two), "one": one, "two": two}
+
+    model, x = Net().eval(), torch.ones(1, 1, 4)
+    stages = mt.split(model, {"x": x, "one": Memory(2), "two": Memory(2)}, at="first", state=["one", "two"])
+    stages.session()(x=x, one=Memory(2), two=Memory(2))
+    both = Memory(2)
+    with pytest.raises(BadInputs, match="arguments of the head"):
+        stages.session()(x=x, one=both, two=both)
+
+
+@torch.no_grad()
+def test_placeholders_in_containers_of_a_module_are_removed_after_a_step() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.seen: dict[str, Any] = {"mean": 0.0}
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.first(x)
+            self.seen["mean"] = y.mean(0)
+            return self.last(y)
+
+    model, x = Net().eval(), torch.ones(2, 4)
+    expected = model(x)
+    head, tail = mt.split(model, x, at="last")
+    boundary = head(x)
+    model.seen["mean"] = 0.0  # as in a process that never ran the head
+    assert tail(boundary).equal(expected)
+    assert model.seen == {"mean": 0.0}

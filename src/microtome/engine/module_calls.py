@@ -112,7 +112,7 @@ class CallbackChain:
                 self._uninstall()
 
     def _install(self) -> _CallSlot:
-        if self._slot is None:
+        if self._slot is None or vars(nn.Module)[MODULE_CALL] is not self._slot:  # other code may have patched it since
             self._original, self._slot = _original_attribute(), _CallSlot()
             setattr(nn.Module, MODULE_CALL, self._slot)
         return self._slot
@@ -122,7 +122,8 @@ class CallbackChain:
             return
         self._slot.target = None, ()
         if not self._holds or self._original is not None:
-            _uninstall(self._original)
+            if isinstance(vars(nn.Module)[MODULE_CALL], _CallSlot):  # else other code has patched it since
+                _uninstall(self._original)
             self._slot = None
 
     def run_untracked_backward(self, *args: Any, **kwargs: Any) -> Any:

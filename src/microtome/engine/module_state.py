@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -14,32 +14,8 @@ from microtome.engine.snapshot import CONTAINERS, copy_container, restore_contai
 #: The names that torch itself stores in the `__dict__` of every module.
 TORCH_ATTRIBUTES = frozenset(nn.Module().__dict__)
 
-_PLAIN = frozenset((bool, int, float, str, type(None)))
-
-
-class SavedAttribute(NamedTuple):
-    """An attribute of a module.
-
-    Attributes:
-        contents: A copy of a container; None: it is none.
-        is_plain: Whether it is a list, set or dict of numbers and strings, which can be compared with its copy.
-    """
-
-    value: Any
-    contents: Any = None
-    is_plain: bool = False
-
-    @classmethod
-    def of(cls, value: Any) -> Self:
-        if not isinstance(value, CONTAINERS):
-            return cls(value)
-        contents = copy_container(value)
-        is_builtin = type(value) is type(contents)
-        items = contents.values() if isinstance(contents, dict) else contents
-        return cls(value, contents, is_builtin and _PLAIN.issuperset(map(type, items)))
-
-
-Attributes = dict[str, SavedAttribute]
+#: The attributes of a module by name, with a copy of each that is a container.
+Attributes = dict[str, tuple[Any, Any]]
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
@@ -70,8 +46,11 @@ def set_attribute(module: nn.Module, name: str, value: Any) -> None:
 
 def copy_attributes(module: nn.Module) -> Attributes:
     """The attributes of a module except torch's own, with copies of those that are containers."""
-    attributes = module.__dict__.items()
-    return {name: SavedAttribute.of(value) for name, value in attributes if name not in TORCH_ATTRIBUTES}
+    return {
+        name: (value, copy_container(value) if isinstance(value, CONTAINERS) else None)
+        for name, value in module.__dict__.items()
+        if name not in TORCH_ATTRIBUTES
+    }
 
 
 def restore_attributes(module: nn.Module, before: Attributes, *, where: Callable[[Any], bool]) -> None:
@@ -83,10 +62,8 @@ def restore_attributes(module: nn.Module, before: Attributes, *, where: Callable
             if where(value):
                 del module.__dict__[name]
             continue
-        original, contents, is_plain = before[name]
-        if value is original and (contents is None or (is_plain and value == contents)):
-            continue
-        if not where(value):
+        original, contents = before[name]
+        if (value is original and contents is None) or not where(value):
             continue
         module.__dict__[name] = original
         if contents is not None:

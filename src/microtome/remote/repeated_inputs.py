@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128_digest
 
-from microtome.engine.torch_internals import version_of
+from microtome.engine.torch_internals import storage_id, version_of
 from microtome.errors import Unsupported
 from microtome.files.tensors import memory_of
 from microtome.split.boundary.boundary import Boundary
@@ -77,7 +77,9 @@ class KeptInputs:
 
     @property
     def nbytes(self) -> int:
-        return sum(kept.tensor.nbytes for kept in self._kept.values())
+        """The bytes of memory that they keep alive, each storage once."""
+        storages = {storage_id(kept.tensor): kept.tensor.untyped_storage().nbytes() for kept in self._kept.values()}
+        return sum(storages.values())
 
     def restore(self, boundary: Boundary) -> None:
         """Add the inputs to a boundary that it has from the last step, and keep those of this one.

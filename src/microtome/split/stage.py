@@ -239,5 +239,12 @@ class Stage:
         return f"<Stage {self.index} of {type(self.model).__name__}, from {start} to {end}>"
 
 
+_PLAIN = frozenset((bool, int, float, str, type(None)))
+
+
 def _has_placeholders(value: Any) -> bool:
+    cls = type(value)
+    items = value.values() if cls is dict else value if cls in (list, tuple, set) else (value,)
+    if _PLAIN.issuperset(map(type, items)):  # as nearly always
+        return False
     return any(isinstance(tensor, Placeholder) for tensor in tensors_in(value))

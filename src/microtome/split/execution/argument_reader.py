@@ -26,6 +26,7 @@ class ArgumentLayout:
     Attributes:
         is_complete: Whether all leaves are such; a layout that is not complete is of no use.
         digest: A digest of the call and of the structure.
+        spec: The structure of the model's arguments; None: it is not known yet, or these are those of another call.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: str, *, in_order: bool) -> None:
@@ -46,6 +47,7 @@ class ArgumentLayout:
         self._states = [at for at in described if is_state(values[at])]
         self._strings = [(at, values[at]) for at in self._plain if type(values[at]) is str]
         self.is_complete = len(self._tensors) + len(self._plain) + len(self._states) == len(described)
+        self.spec: StructureSpec | None = None
         self._example = describe(args, kwargs, in_order=in_order)
         self.digest = digest_of_call(key, self._example)
 
@@ -69,6 +71,11 @@ class ArgumentLayout:
         with DisableTorchFunction():  # else reading the shape of a placeholder calls Python code
             tensors = [describe_tensor(values[at]) for at in self._described_tensors]
         return Arguments(self._example.structure, plain, tensors)
+
+    @property
+    def num_states(self) -> int:
+        """The number of state objects, each once for each occurrence."""
+        return len(self._states)
 
     def plain(self, values: list[Any]) -> list[Any]:
         return [values[at] for at in self._plain]
@@ -163,14 +170,14 @@ class InputReader:
 
     def __init__(self) -> None:
         self._reader = ArgumentReader("", in_order=True)
-        self._specs: dict[ArgumentLayout, StructureSpec] = {}
 
     def read(self, inputs: Inputs) -> FlatInputs:
         read = self._reader.read(inputs.args, inputs.kwargs)
-        if read.layout is not None and (spec := self._specs.get(read.layout)) is not None:
-            return FlatInputs(spec, read.layout.tensors(read.values), read.layout.plain(read.values), [])
+        layout = read.layout
+        if layout is not None and layout.spec is not None:
+            return FlatInputs(layout.spec, layout.tensors(read.values), layout.plain(read.values), [])
         arrays: list[Any] = []
         flat = FlatInputs(*flatten((inputs.args, inputs.kwargs), arrays=arrays), arrays)
-        if read.layout is not None and flat.spec.unsupported is None:
-            self._specs[read.layout] = flat.spec
+        if layout is not None and layout.num_states < 2:  # two states may be one object, or not
+            layout.spec = flat.spec
         return flat

@@ -64,12 +64,23 @@ class _Holder(NamedTuple):
         items: The list or dict, or the `__dict__` of the object; None: its parts are not looked at here, since it is a
             tuple, or holds itself.
         keys: The keys of a dict, or the length of a list.
+        key_types: Their types in a dict, where 1 and True are one key.
     """
 
     position: int
     value: Any
     items: Any
     keys: Any
+    key_types: list[type] | None
+
+    def spell(self) -> str:
+        """What a digest has of it."""
+        cls = type(self.value)
+        if cls is tuple or self.items is None:
+            return cls.__name__
+        if cls is list:
+            return f"list {self.keys}"
+        return f"{cls.__name__} {[key if type(key) in PLAIN else str(key) for key in self.keys]}"
 
 
 class StateLayout:
@@ -97,7 +108,9 @@ class StateLayout:
         leaves = set(range(len(self.paths))).difference(self._all_tensors, self._plain)
         # Classes, devices and modules.
         self._others = sorted(leaves.difference(holder.position for holder in self._holders))
-        self._text = f"{[_spell_holder(holder.value) for holder in self._holders]}{self._all_tensors}"
+        kinds = dict.fromkeys(range(len(self.paths)), "value") | dict.fromkeys(self._all_tensors, "tensor")
+        kinds |= dict.fromkeys(self._others, "other") | {holder.position: holder.spell() for holder in self._holders}
+        self._text = str(list(kinds.values()))
 
     def _add(self, value: Any, path: Path, visited: set[int]) -> None:
         cls, position = type(value), len(self.paths)
@@ -108,7 +121,8 @@ class StateLayout:
         items = None if id(value) in visited else _items_of(value, path)
         visited.add(id(value))
         keys: Any = list(items) if isinstance(items, dict) else None if items is None else len(items)
-        self._holders.append(_Holder(position, value, items, keys))
+        key_types = list(map(type, keys)) if cls is dict and keys is not None else None
+        self._holders.append(_Holder(position, value, items, keys, key_types))
         if items is None:
             return
         for key in keys if isinstance(items, dict) else range(keys):
@@ -123,7 +137,7 @@ class StateLayout:
             return None
         if list(map(type, values)) != self._types:
             return None
-        for position, value, items, keys in self._holders:
+        for position, value, items, keys, key_types in self._holders:
             if values[position] is not value:
                 return None
             if items is None:
@@ -131,7 +145,10 @@ class StateLayout:
             if type(items) is list:
                 if len(items) != keys:
                     return None
-            elif list(items) != keys or (items is not value and dict_of(value) is not items):
+                continue
+            if list(items) != keys or (key_types is not None and list(map(type, items)) != key_types):
+                return None
+            if items is not value and dict_of(value) is not items:
                 return None
         return values
 
@@ -259,15 +276,6 @@ def digest_of_snapshots(snapshots: Iterable[StateSnapshot], *, values: bool = Tr
     with DisableTorchFunction():  # else reading the shape of a placeholder calls Python code
         texts = [snapshot.layout.spell(snapshot.part_values, numbers=values) for snapshot in snapshots]
     return xxh3_64_hexdigest("\n".join(texts).encode())
-
-
-def _spell_holder(value: Any) -> str:
-    cls = type(value)
-    if cls is tuple:
-        return "tuple"
-    if cls is list:
-        return f"list {len(value)}"
-    return f"{cls.__name__} {list(map(str, value if cls is dict else dict_of(value)))}"
 
 
 def is_known_by_value(tensor: Tensor) -> bool:
