@@ -55,6 +55,14 @@ def test_records_above_the_limit_are_not_reported_as_written(limit: str, note: s
     assert len(mt.load(to)["layer1"]) == int(limit == "100KB")
 
 
+def test_records_that_an_earlier_run_dropped_are_not_counted_again(data: Path, tmp_path: Path) -> None:
+    line = ["zoo:tiny-resnet", "layer1", "--data", str(data), "--to", str(tmp_path / "a"), "--batch", "3"]
+    assert "above --limit 100KB" in run(*line, "--limit", "100KB").stderr
+    appended = run(*line, "--append", "--keep", "stats")
+    assert (appended.exit_code, appended.stderr) == (0, "")
+    assert mt.load(tmp_path / "a").stats("layer1").count == 2 * 7 * 8 * 32 * 32
+
+
 def test_a_folder_of_arrays_and_of_images(tmp_path: Path) -> None:
     from PIL import Image
 

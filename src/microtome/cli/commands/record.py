@@ -60,6 +60,7 @@ def record(*, model: ModelOptions, select: tuple[str, ...], data: str, batch: in
 
         recorder = ActivationRecorder(resolved.model, list(select), progress=update, **options)
         with _rename_options(), recorder, torch.no_grad():
+            dropped_before = recorder.dropped  # by earlier runs, to which this one appends
             for x in read_batches(data, batch, like):
                 with wrap_model_errors(resolved, partial(tuple, x.shape), hint=""):
                     resolved.model(x)
@@ -69,8 +70,8 @@ def record(*, model: ModelOptions, select: tuple[str, ...], data: str, batch: in
         f"{plural(totals.records, 'record')} of {plural(len(recorder), 'layer')} in {plural(totals.runs, 'run')}, "
         f"{size(totals.nbytes)} {what}in {seconds(totals.seconds)} ({_rate(totals)}), in {options['to']}"
     )
-    if recorder.dropped:
-        print_notes([_describe_dropped(totals.records, recorder.dropped, options["limit"])])
+    if dropped := recorder.dropped - dropped_before:
+        print_notes([_describe_dropped(totals.records, dropped, options["limit"])])
 
 
 def _describe_dropped(records: int, dropped: int, limit: str) -> str:
