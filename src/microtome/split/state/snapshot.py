@@ -74,7 +74,7 @@ class _Holder(NamedTuple):
     key_types: list[type] | None
 
     def spell(self) -> str:
-        """What a digest has of it."""
+        """Describe it for a digest, without the parts that it holds."""
         cls = type(self.value)
         if cls is tuple or self.items is None:
             return cls.__name__
