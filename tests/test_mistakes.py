@@ -128,6 +128,7 @@ def test_a_mistake_is_named_with_what_to_do(name: str) -> None:
         ({}, "No inputs were passed to the Sequential: pass a tensor"),
         (7, "The input 'input' is of type int: if the model expects a tensor, pass torch.tensor(...)"),
         ({"input": [[1.0, 2.0]]}, "The input 'input' is of type list: if the model expects a tensor"),
+        ([torch.ones(1, 2)] * 2, "The list of tensors is one argument: a tuple passes each as an argument of its own"),
     ],
 )
 def test_inputs_that_are_no_tensors_are_named(inputs: Any, note: str) -> None:

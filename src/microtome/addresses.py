@@ -235,7 +235,10 @@ def path_not_found(path: str, paths: Iterable[str]) -> NoMatch:
 def suggest_address(name: str, names: Iterable[str]) -> str:
     """A sentence with the addresses that a name in a table or of a part of one stands for, or with similar ones."""
     names = [other for other in names if other]
-    explanations = (_explain_input, _explain_operator, _explain_list, _explain_inner_index, _explain_relative_name)
+    explanations = (
+        *(_explain_input, _explain_operator, _explain_list, _explain_inner_index, _explain_container),
+        _explain_relative_name,
+    )
     return next(filter(None, (explain(name, names) for explain in explanations)), "") or suggest_similar(name, names)
 
 
@@ -271,6 +274,12 @@ def _explain_list(name: str, names: list[str]) -> str:
 def _explain_inner_index(name: str, names: list[str]) -> str:
     meant = _calls_of(_INNER_INDEX.sub("", name), names) if _INNER_INDEX.search(name) else []
     return f"An address has one index, at its end. Did you mean {_enumerate(meant)}?" if meant else ""
+
+
+def _explain_container(name: str, names: list[str]) -> str:
+    inside = [other for other in names if other.startswith(f"{name}.")]
+    inside = [other for other in inside if "." not in other[len(name) + 1 :]] or inside
+    return f"It is not called itself, as a ModuleList is not; inside it are {_enumerate(inside)}." if inside else ""
 
 
 def _explain_relative_name(name: str, names: list[str]) -> str:

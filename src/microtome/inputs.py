@@ -111,7 +111,10 @@ class Inputs:
             )
         if _parameters(model) and all(value is None for value in (*self.args, *self.kwargs.values())):
             yield _NO_INPUTS.format(type(model).__name__)
-        yield from self._name_non_tensors(model, str(error))
+        if self._is_list_of_tensors and re.search(r"\blist\b", str(error)):
+            yield "The list of tensors is one argument: a tuple passes each as an argument of its own."
+        else:
+            yield from self._name_non_tensors(model, str(error))
         tensors = (*self.args, *self.kwargs.values()) if self.created_from is not None else ()
         if any(tensor.is_floating_point() for tensor in tensors) and _EXPECTS_INTEGERS.search(str(error)):
             yield "Inputs of a shape without a dtype have that of the model's weights: '1x128:int64' is for token ids."
@@ -121,6 +124,11 @@ class Inputs:
                 near = difflib.get_close_matches(name, parameters, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"it has {some(list(parameters), 8)}"
                 yield f"forward of {type(model).__name__} has no parameter {name!r}: {hint}"
+
+    @property
+    def _is_list_of_tensors(self) -> bool:
+        value = self.args[0] if len(self.args) == 1 and not self.kwargs else None
+        return isinstance(value, list) and bool(value) and all(isinstance(item, Tensor) for item in value)
 
     def _name_non_tensors(self, model: nn.Module, message: str) -> Iterator[str]:
         """Name the arguments of a type that the message of an error mentions, where a tensor was needed."""

@@ -646,3 +646,14 @@ def test_a_capture_of_a_cuda_graph_is_refused_and_ends_well() -> None:
         with mt.record(model, "0") as rec:
             model(x)
     assert len(rec["0"]) == 1
+
+
+def test_dropped_records_of_earlier_blocks_are_not_counted(tmp_path: Path) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4)), torch.ones(1, 4)
+    with mt.record(model, "0", to=tmp_path / "a", limit=16) as first:  # one tensor of four floats
+        for _ in range(3):
+            model(x)
+    with mt.record(model, "0", to=tmp_path / "a", append=True, keep="stats") as second:
+        model(x)
+    assert (first.dropped, second.dropped) == (2, 0)
+    assert mt.load(tmp_path / "a").dropped == 2

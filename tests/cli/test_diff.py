@@ -31,6 +31,24 @@ def test_what_changed_is_printed(files: tuple[Path, Path]) -> None:
     assert "+7.0 %" in result.output
 
 
+def test_layers_are_selected_by_depth_and_number(tmp_path: Path) -> None:
+    for name, width in (("a", 100), ("b", 107)):
+        blocks = [nn.Sequential(nn.Linear(4, width * n), nn.Linear(width * n, 4)) for n in (1, 2, 3)]
+        mt.profile(nn.Sequential(*blocks), "1x4").to_json(tmp_path / f"{name}.json")
+    files = tmp_path / "a.json", tmp_path / "b.json"
+
+    def layers(*options: Any) -> list[str]:
+        table = run(*files, *options, "--md", "-").output
+        names = [line.split("|")[1].strip(" `") for line in table.splitlines() if line.count("|") > 2]
+        return list(dict.fromkeys(name for name in names if name[:1].isdigit()))
+
+    assert layers() == ["2.0", "2.1", "1.0", "1.1", "0.0", "0.1"]
+    assert layers("--top", 2) == ["2.0", "2.1"]
+    assert layers("--depth", 1) == ["2", "1", "0"]
+    assert layers("--depth", 1, "--top", 1) == ["2"]
+    assert run(*files, "--top", 0).exit_code == 2
+
+
 @pytest.mark.parametrize(
     ("limit", "code"),
     [

@@ -29,6 +29,15 @@ def test_a_picture_goes_to_the_terminal() -> None:
     assert run("zoo:tiny-vit", "--dot", "-").stdout.startswith("digraph microtome {")
 
 
+def test_a_file_of_another_format_is_refused_before_the_model_runs(tmp_path: Path) -> None:
+    result = run("zoo:tiny-vit", "--svg", str(tmp_path / "g.PNG"))
+    assert result.exit_code == 2
+    assert "--svg writes .svg: expected a file such as g.svg" in " ".join(result.output.split())
+    assert "--dot writes .dot: expected" in run("zoo:tiny-vit", "--dot", str(tmp_path / "g.svg")).output
+    assert not list(tmp_path.iterdir())
+    assert run("zoo:tiny-vit", "--svg", str(tmp_path / "g.xml"), "--dot", str(tmp_path / "g.gv")).exit_code == 0
+
+
 def test_wrong_words_exit_with_2(tmp_path: Path) -> None:
     result = run("zoo:tiny-vit")
     assert result.exit_code == 2

@@ -63,6 +63,22 @@ def test_records_that_an_earlier_run_dropped_are_not_counted_again(data: Path, t
     assert mt.load(tmp_path / "a").stats("layer1").count == 2 * 7 * 8 * 32 * 32
 
 
+def test_a_recording_that_reached_its_limit_names_the_option_that_continues_it(data: Path, tmp_path: Path) -> None:
+    line = ["zoo:tiny-resnet", "layer1", "--data", str(data), "--to", str(tmp_path / "a"), "--batch", "3"]
+    assert run(*line, "--limit", "100KB").exit_code == 0
+    refused = run(*line, "--append")
+    assert refused.exit_code != 0
+    assert "or continue with statistics only: --keep stats" in " ".join(refused.stderr.split())
+
+
+def test_records_that_do_not_fit_beside_those_of_before_are_not_called_too_large(data: Path, tmp_path: Path) -> None:
+    line = ["zoo:tiny-resnet", "layer1", "--data", str(data), "--to", str(tmp_path / "a"), "--batch", "3"]
+    assert run(*line).exit_code == 0
+    why = "the first, with those of before, exceeds --limit 300KB"
+    note = f"Note: none of the records was written, only their statistics: {why}\n"
+    assert run(*line, "--append", "--limit", "300KB").stderr == note
+
+
 def test_a_folder_of_arrays_and_of_images(tmp_path: Path) -> None:
     from PIL import Image
 

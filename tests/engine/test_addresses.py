@@ -178,11 +178,12 @@ ROW = "A row in parentheses has the operators that the module above it runs itse
         ("(input)", "It stands for the input of the model, which only a client can be cut at: mt.connect"),
         ("(output)", r"It stands for the output of the model, whose address is '\(root\)'"),
         ("nothing", "There are: "),
+        ("blocks", r"It is not called itself, as a ModuleList is not; inside it are 'blocks\.a', 'blocks\.b'\.$"),
     ],
 )
 def test_an_error_explains_a_name_that_is_printed_and_is_no_address(name: str, message: str) -> None:
     with pytest.raises(NoMatch, match=message):
-        find_address(name, CALLS)
+        find_address(name, [*CALLS, "blocks.a", "blocks.a.mlp", "blocks.b"])
 
 
 @pytest.mark.parametrize(

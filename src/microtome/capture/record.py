@@ -136,7 +136,7 @@ class ActivationRecorder(SignalSafe[Any], Mapping[str, Series]):
         self._open_runs = _OpenRuns(itertools.count())
         self._session: Session | None = None
         self._is_done = False
-        self._runs = self._records = self._nbytes = 0
+        self._runs = self._records = self._nbytes = self._dropped_before = 0
         self._seconds = 0.0
         self._began: float | None = None
         self._failed = False
@@ -157,6 +157,7 @@ class ActivationRecorder(SignalSafe[Any], Mapping[str, Series]):
             self._store = self._open_store()
             self._copier = AsyncCopier(self._store)
             self._open_runs = _OpenRuns(itertools.count(self._store.next_run))
+            self._dropped_before = self._store.dropped
         try:
             self._session = session.__enter__()
         except BaseException:
@@ -268,8 +269,8 @@ class ActivationRecorder(SignalSafe[Any], Mapping[str, Series]):
 
     @property
     def dropped(self) -> int:
-        """The number of records that the limit kept out or removed."""
-        return self._store.dropped
+        """The number of records of the block that the limit kept out or removed."""
+        return self._store.dropped - self._dropped_before
 
     def _repr_html_(self) -> str:
         html: str = render("notebook.recorder", self)

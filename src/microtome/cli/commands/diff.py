@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,6 +19,7 @@ from microtome.results.metrics import find_compared
 if TYPE_CHECKING:
     from microtome.results.profile import Profile
 
+_DEPTH = "Show layers down to this depth, with the changes of all calls inside them."
 _FAIL_OVER = "Exit with 1 if a total grew by more than this, such as macs=5% or macs=5%,time=10%."
 
 
@@ -58,10 +59,12 @@ class _DiffCommand(click.Command):
 @click.argument("after", metavar="B.json", shell_complete=complete_file)
 @click.option("--fail-over", "limits", multiple=True, metavar="NAME=N%...", callback=_parse_limits, help=_FAIL_OVER)
 @click.option("--all", "expand", is_flag=True, help="Show each call inside added and removed modules.")
+@click.option("--depth", type=click.IntRange(min=1), metavar="N", help=_DEPTH)
+@click.option("--top", type=click.IntRange(min=1), metavar="K", help="Show the K layers with the largest changes.")
 @output_options("json", "csv", "md")
 @click.pass_context
 def diff(
-    context: click.Context, before: str, after: str, *, limits: dict[str, str], expand: bool, outputs: Outputs
+    context: click.Context, /, before: str, after: str, *, limits: dict[str, str], outputs: Outputs, **selected: Any
 ) -> None:
     """Compare two profiles that `microtome profile --json` wrote, in total and per layer.
 
@@ -74,7 +77,7 @@ def diff(
 
     result = compare(load_profile(before), load_profile(after))
     exceeded = result.over(limits)
-    view = ChangeSelection(expand=expand)
+    view = ChangeSelection(**selected)
     outputs.write_result(result, partial(text, result, view), md=partial(markdown, result, view))
     for change in exceeded:
         limit = limits[change.quantity].replace("%", " %")

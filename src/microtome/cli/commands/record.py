@@ -60,7 +60,6 @@ def record(*, model: ModelOptions, select: tuple[str, ...], data: str, batch: in
 
         recorder = ActivationRecorder(resolved.model, list(select), progress=update, **options)
         with _rename_options(), recorder, torch.no_grad():
-            dropped_before = recorder.dropped  # by earlier runs, to which this one appends
             for x in read_batches(data, batch, like):
                 with wrap_model_errors(resolved, partial(tuple, x.shape), hint=""):
                     resolved.model(x)
@@ -70,13 +69,14 @@ def record(*, model: ModelOptions, select: tuple[str, ...], data: str, batch: in
         f"{plural(totals.records, 'record')} of {plural(len(recorder), 'layer')} in {plural(totals.runs, 'run')}, "
         f"{size(totals.nbytes)} {what}in {seconds(totals.seconds)} ({_rate(totals)}), in {options['to']}"
     )
-    if dropped := recorder.dropped - dropped_before:
-        print_notes([_describe_dropped(totals.records, dropped, options["limit"])])
+    if recorder.dropped:
+        print_notes([_describe_dropped(totals.records, recorder.dropped, options["limit"], append=options["append"])])
 
 
-def _describe_dropped(records: int, dropped: int, limit: str) -> str:
+def _describe_dropped(records: int, dropped: int, limit: str, *, append: bool) -> str:
     if dropped == records:
-        return f"none of the records was written, only their statistics: the first is larger than --limit {limit}"
+        why = "the first, with those of before, exceeds" if append else "the first is larger than"
+        return f"none of the records was written, only their statistics: {why} --limit {limit}"
     written = f"{records - dropped} of {records} records were written"
     return f"{written}: the others, above --limit {limit}, are in the statistics"
 
@@ -92,4 +92,4 @@ def _rename_options() -> Iterator[None]:
         yield
     except (BadFile, Unsupported) as error:
         text = str(error).replace("append=True", "--append").replace(": pass a function", ": take another, or Python")
-        raise type(error)(re.sub(r"reduce='(\w+)'", r"--reduce \1", text)) from error
+        raise type(error)(re.sub(r"\b(reduce|keep)='(\w+)'", r"--\1 \2", text)) from error

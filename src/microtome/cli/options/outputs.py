@@ -29,6 +29,18 @@ _HELP = {
     "measure_codecs": "Measure codecs on this machine, and write their costs as JSON.",
 }
 
+#: The suffixes of the formats that output options write; perfetto and speedscope are JSON.
+_SUFFIXES = {
+    "json": (".json",),
+    "csv": (".csv",),
+    "md": (".md", ".markdown"),
+    "html": (".html", ".htm"),
+    "svg": (".svg",),
+    "dot": (".dot", ".gv"),
+}
+#: The suffixes of formats that no option writes.
+_OTHER_SUFFIXES = {".png", ".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".pdf", ".ps", ".eps"}
+
 open_option = click.option("--open", "is_opened", is_flag=True, help="Open the page in a browser.")
 
 
@@ -38,8 +50,9 @@ class Outputs:
     def __init__(self, files: Mapping[str, str | None]) -> None:
         self.files = dict(files)
         check_distinct(files)
-        for file in files.values():
+        for name, file in files.items():
             if file not in (None, "-"):
+                check_suffix(name, file)
                 check_writable(file)
 
     def write_result(
@@ -97,6 +110,14 @@ def check_distinct(files: Mapping[str, str | None]) -> None:
             raise click.UsageError(f"{options[file]} and {_flag(name)} both write to {file!r}")
         if file is not None:
             options[file] = _flag(name)
+
+
+def check_suffix(name: str, file: str) -> None:
+    """Raise if the suffix of a file is that of another format; one of no format is as good as any."""
+    own, suffix = _SUFFIXES.get(name, (".json",)), Path(file).suffix.lower()
+    if suffix not in own and suffix in _OTHER_SUFFIXES.union(*_SUFFIXES.values()):
+        expected = Path(file).with_suffix(own[0]).name
+        raise click.UsageError(f"{_flag(name)} writes {own[0]}: expected a file such as {expected}, got {file!r}")
 
 
 def check_writable(file: str) -> None:
