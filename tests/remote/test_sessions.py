@@ -153,6 +153,37 @@ def test_an_input_that_changes_in_place_is_sent_again() -> None:
 
 
 @torch.no_grad()
+def test_an_input_that_the_state_keeps_and_writes_to_is_refused() -> None:
+    width = 512
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(width, width), nn.Linear(width, width)
+
+        def forward(self, x: torch.Tensor, side: torch.Tensor, memory: Memory) -> dict[str, Any]:
+            y = self.last(self.first(x) + side)
+            memory.steps += 1
+            if memory.kept[0] is None:
+                memory.kept[0] = side
+            elif memory.steps > 2:  # not on the example, of two steps
+                memory.kept[0].mul_(2)
+            return {"out": y * memory.steps, "memory": memory}
+
+    model, x, memory = Net().eval(), torch.ones(1, width), Memory(1)
+    example = {"x": x, "side": torch.ones(1, width), "memory": Memory(1)}
+    with (
+        serve(model, example, listen="127.0.0.1:0") as server,
+        mt.connect(model, example, server.address, at="first", codec="raw", fallback=None) as remote,
+        remote.session() as session,
+    ):
+        for _ in range(3):
+            memory = session(x=x, side=torch.ones(1, width), memory=memory)["memory"]
+        with pytest.raises(RemoteError, match="modified input 'side' in place, and not on the example"):
+            session(x=x, side=torch.ones(1, width), memory=memory)
+
+
+@torch.no_grad()
 def test_repeated_inputs_are_there_when_a_session_is_replayed() -> None:
     model, prompt = build_t5(), torch.arange(1, 65)[None] % VOCABULARY
     example = {"input_ids": prompt, "decoder_input_ids": prompt[:, :1]}

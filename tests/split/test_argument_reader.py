@@ -24,12 +24,12 @@ class Memory:
         self.kept = [torch.ones(2)]
 
 
-_MEMORY = Memory()
+_MEMORY, _OTHER = Memory(), Memory()
 _TENSORS = [torch.ones(2, 3), torch.zeros(1, dtype=torch.int64), torch.nn.Parameter(torch.ones(4))]
 
 leaves = st.one_of(
     st.sampled_from(_TENSORS),
-    st.sampled_from([None, True, False, 0, 1, 2.5, "mean", "cuda:0", "x" * 100, torch.float16, _MEMORY, 1j]),
+    st.sampled_from([None, True, False, 0, 1, 2.5, "mean", "cuda:0", "x" * 100, torch.float16, _MEMORY, _OTHER, 1j]),
 )
 values = st.one_of(
     leaves, st.lists(leaves, max_size=3).map(tuple), st.lists(leaves, max_size=2), st.tuples(leaves, st.tuples(leaves))

@@ -532,3 +532,33 @@ def test_placeholders_in_containers_of_a_module_are_removed_after_a_step() -> No
     model.seen["mean"] = 0.0  # as in a process that never ran the head
     assert tail(boundary).equal(expected)
     assert model.seen == {"mean": 0.0}
+
+
+@torch.no_grad()
+def test_states_passed_by_keyword_in_another_order_than_that_of_their_names() -> None:
+    class Inner(nn.Module):
+        def __init__(self, index: int) -> None:
+            super().__init__()
+            self.linear, self.index = nn.Linear(4, 4), index
+
+        def forward(self, x: Tensor, *, two: Memory, one: Memory) -> Tensor:
+            seen = one.put(self.index, self.linear(x))
+            two.steps += 10
+            return x + seen.sum(1, keepdim=True) * two.steps
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Inner(index) for index in range(3))
+
+        def forward(self, x: Tensor, b: Memory, a: Memory) -> dict[str, Any]:
+            x = self.layers[1](self.layers[0](x, two=b, one=a), two=a, one=b)
+            return {"out": self.layers[2](x, two=b, one=a), "a": a, "b": b}
+
+    torch.manual_seed(0)
+    model, x = Net().eval(), torch.ones(1, 1, 4)
+    stages = mt.split(model, {"x": x, "b": Memory(3), "a": Memory(3)}, at="layers.1", state=["b", "a"])
+    session, (one, other) = stages.session(), (Memory(3), Memory(3))
+    b, a = Memory(3), Memory(3)
+    for step in range(5):
+        assert session(x=x + step, b=b, a=a)["out"].equal(model(x=x + step, b=one, a=other)["out"])

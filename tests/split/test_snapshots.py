@@ -38,7 +38,7 @@ def _reorder(cache: Cache) -> None:
 
 MUTATIONS: list[Callable[[Cache], object]] = [
     lambda cache: setattr(cache.layers[0], "keys", torch.zeros(1, 3)),
-    lambda cache: cache.layers[-1].keys.add_(1),
+    lambda cache: None if cache.layers[-1].keys is None else cache.layers[-1].keys.add_(1),
     lambda cache: setattr(cache.layers[0], "is_initialized", not cache.layers[0].is_initialized),
     lambda cache: setattr(cache, "length", cache.length + 1000),
     lambda cache: setattr(cache, "length", int(str(cache.length))),  # an equal number
@@ -57,6 +57,7 @@ MUTATIONS: list[Callable[[Cache], object]] = [
     lambda cache: setattr(cache, "layer_class", Cache),
     lambda cache: cache.by_name.__setitem__(1, None),
     lambda cache: setattr(cache, "more", Layer()),
+    lambda cache: setattr(cache, "length", -0.0 if str(cache.length) == "0.0" else 0.0),
 ]
 
 

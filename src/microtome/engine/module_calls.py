@@ -1,10 +1,10 @@
 """The two patches of torch through which open sessions intercept module calls and backwards.
 
 `nn.Module.__call__` calls `self._compiled_call_impl`, unless it is None, instead of `_call_impl`; `Module.compile` sets
-it. While a session is open, this attribute of the class `nn.Module` is a descriptor that routes every module call
-through the open sessions. That encloses the module's own hooks, passes every argument, observes every way a call can
-end, adds nothing to any module, and costs less than one hook. A data descriptor takes precedence over instance
-attributes, so a module compiled in place runs eagerly.
+it. While a session is open, or in a block of `keep_patched`, this attribute of the class `nn.Module` is a descriptor
+that routes every module call through the open sessions. That encloses the module's own hooks, passes every argument,
+observes every way a call can end, adds nothing to any module, and costs less than one hook. A data descriptor takes
+precedence over instance attributes, so a module compiled in place runs eagerly while a session is open.
 
 Torch reads the attribute twice in each call: to compare it with None, and to call it. Other threads may be between the
 two reads when a session opens or closes, so the descriptor never returns None for a module, and the last session leaves
@@ -66,7 +66,7 @@ class CallbackChain:
         self._lock = threading.RLock()
         self._open: list[Interceptor] = []
         self._undo: list[Callable[[], object]] = []
-        self._slot: _CallSlot | None = None  # that is installed
+        self._slot: _CallSlot | None = None  # the installed one
         self._original: Any = None  # what was there before it
         self._holds = 0
         self._eager = False
@@ -229,7 +229,7 @@ class _PassThrough(_CallSlot):
 def _original_attribute() -> Any:
     """The attribute as torch or other code set it."""
     value = vars(nn.Module)[MODULE_CALL]
-    return None if isinstance(value, _PassThrough) else value
+    return None if isinstance(value, _CallSlot) else value  # one of ours, that other code has put back
 
 
 def _uninstall(original: Any) -> None:

@@ -46,7 +46,8 @@ _FAILED_CALL = "in the call ", "in the model itself ", "raised by an interventio
 def keep_patched() -> Iterator[None]:
     """Keep `nn.Module` patched between the sessions of the block.
 
-    Each change of the class makes Python look up the attributes of all its subclasses anew.
+    Each change of the class empties CPython's caches of the attributes of all its subclasses, which costs more than the
+    rest of opening and closing a session.
     """
     chain.hold()
     try:

@@ -151,7 +151,7 @@ def versions_of(tensors: Iterable[Tensor]) -> list[Any]:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return the version counter of a tensor and its views; 0 for an inference tensor, which has none."""
+    """Return the version counter of a tensor and its views; 0 for an inference tensor, other than `versions_of`."""
     return 0 if tensor.is_inference() else tensor._version
 
 

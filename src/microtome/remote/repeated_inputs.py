@@ -30,12 +30,12 @@ def _input_names(facts: Any) -> Iterator[str]:
 
 
 def _sent_names(record: BoundaryRecord) -> Iterator[str]:
-    """The same of a boundary that a stage of this process made."""
+    """The names of the inputs that cross, in a boundary that a stage of this process made."""
     return (item.name for item in record.inputs.tensors if isinstance(item, SentTensor))
 
 
-def _is_kept(tensor: Tensor) -> bool:
-    """Whether both sides remember an input for the next step."""
+def _is_sent_once(tensor: Tensor) -> bool:
+    """Whether an input is not sent again while it is the same."""
     return tensor.layout is torch.strided and tensor.nbytes >= _MIN_BYTES
 
 
@@ -50,7 +50,7 @@ class SentInputs:
         last, self._digests = self._digests, {}
         tensors = dict(boundary.tensors)
         for name in _sent_names(boundary.record):
-            if name not in tensors or not _is_kept(tensors[name]):
+            if name not in tensors or not _is_sent_once(tensors[name]):
                 continue
             self._digests[name] = digest = _digest(tensors[name])
             if last.get(name) == digest:
@@ -70,7 +70,7 @@ class _KeptInput(NamedTuple):
 
 
 class KeptInputs:
-    """The side of the tail: the inputs of the last step, for those that the next one does not send."""
+    """The server's side: the inputs of the last step, for those that the next one does not send."""
 
     def __init__(self) -> None:
         self._kept: dict[str, _KeptInput] = {}
@@ -92,9 +92,9 @@ class KeptInputs:
             if name not in boundary.tensors:
                 if name not in last:
                     continue  # the tail reports it
-                if version_of(last[name].tensor) != last[name].version:
+                if version_of(last[name].tensor) != last[name].version:  # as a state that keeps it may do
                     raise Unsupported(f"the model modified input {name!r} in place, and not on the example")
                 boundary.tensors[name] = last[name].tensor
             tensor = boundary.tensors[name]
-            if _is_kept(tensor):
+            if _is_sent_once(tensor):
                 self._kept[name] = _KeptInput(tensor, version_of(tensor))

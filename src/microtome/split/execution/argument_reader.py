@@ -26,7 +26,7 @@ class ArgumentLayout:
     Attributes:
         is_complete: Whether all leaves are such; a layout that is not complete is of no use.
         digest: A digest of the call and of the structure.
-        spec: The structure of the model's arguments; None: it is not known yet, or these are those of another call.
+        spec: The structure of the arguments, where they are those of the model; None: not known yet.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: str, *, in_order: bool) -> None:
@@ -44,7 +44,7 @@ class ArgumentLayout:
         self._tensors = [at for at in _expand(range(count), items) if isinstance(values[at], Tensor)]
         self._described_tensors = [at for at in described if isinstance(values[at], Tensor)]
         self._plain = [at for at in described if type(values[at]) in _PLAIN]
-        self._states = [at for at in described if is_state(values[at])]
+        self._states = [at for at in _expand(range(count), items) if is_state(values[at])]
         self._strings = [(at, values[at]) for at in self._plain if type(values[at]) is str]
         self.is_complete = len(self._tensors) + len(self._plain) + len(self._states) == len(described)
         self.spec: StructureSpec | None = None
@@ -52,7 +52,7 @@ class ArgumentLayout:
         self.digest = digest_of_call(key, self._example)
 
     def expand(self, values: list[Any]) -> list[Any] | None:
-        """The arguments followed by the items of tuples among them; None: these have another structure.
+        """Append the items of tuples among arguments to these; None: they have another structure.
 
         Args:
             values: Arguments whose number, names and types are those of the layout.
@@ -65,16 +65,17 @@ class ArgumentLayout:
         return None if any(values[at] != text for at, text in self._strings) else values
 
     def describe(self, values: list[Any]) -> Arguments:
-        plain = self._example.plain if self._strings else [values[at] for at in self._plain]
+        plain = [values[at] for at in self._plain]
         if self._strings:  # which are described in other words, such as devices
-            plain = [one if type(values[at]) is str else values[at] for at, one in zip(self._plain, plain, strict=True)]
+            pairs = zip(plain, self._example.plain, strict=True)
+            plain = [example if type(value) is str else value for value, example in pairs]
         with DisableTorchFunction():  # else reading the shape of a placeholder calls Python code
             tensors = [describe_tensor(values[at]) for at in self._described_tensors]
         return Arguments(self._example.structure, plain, tensors)
 
     @property
     def num_states(self) -> int:
-        """The number of state objects, each once for each occurrence."""
+        """The number of state objects, counting repetitions."""
         return len(self._states)
 
     def plain(self, values: list[Any]) -> list[Any]:

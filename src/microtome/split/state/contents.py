@@ -84,7 +84,8 @@ class StateParts(NamedTuple):
         gone: list[Path] = []
         written = self._written_since(before)
         for path, value, old in zip(paths, self.values, before.values, strict=True):
-            if id(value) not in written if value is old else is_equal(value, old):
+            is_unchanged = id(value) not in written if value is old else is_equal(value, old)
+            if is_unchanged:
                 continue
             if value is MISSING:
                 gone.append(path)
@@ -187,7 +188,7 @@ def describe_state(state: Any) -> list[StateChange]:
 def describe_value(value: Any, path: Path) -> StateItem:
     """Describe a part without the values of a tensor, unless they are a few integers."""
     if isinstance(value, Tensor):
-        if not value.dtype.is_floating_point and is_known_by_value(value):
+        if is_known_by_value(value):
             dtype = str(value.dtype).removeprefix("torch.")
             return StateValues(list(value.shape), dtype, value.reshape(-1).tolist())
         return PlaceholderSpec.of(value, requires_grad=False)

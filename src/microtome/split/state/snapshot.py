@@ -53,7 +53,9 @@ class StatePart(NamedTuple):
 
 def is_equal(value: Any, other: Any) -> bool:
     """Whether two plain values are equal; False for parts that are compared by identity."""
-    return type(value) is type(other) and type(value) in _COMPARED and bool(value == other)
+    if type(value) is not type(other) or type(value) not in _COMPARED:
+        return False
+    return repr(value) == repr(other) if type(value) is float else bool(value == other)  # 0.0 is not -0.0
 
 
 class _Holder(NamedTuple):
@@ -76,7 +78,7 @@ class _Holder(NamedTuple):
     def spell(self) -> str:
         """Describe it for a digest, without the parts that it holds."""
         cls = type(self.value)
-        if cls is tuple or self.items is None:
+        if self.items is None:
             return cls.__name__
         if cls is list:
             return f"list {self.keys}"
@@ -222,11 +224,7 @@ class StateSnapshot(Mapping[Path, StatePart]):
         """The parts that changed since another snapshot with the same layout."""
         pairs = enumerate(zip(self.part_values, before.part_values, strict=True))
         replaced = [at for at, (now, then) in pairs if now is not then]
-        changed = {
-            at
-            for at in replaced
-            if type(self.part_values[at]) not in _COMPARED or not is_equal(self.part_values[at], before.part_values[at])
-        }
+        changed = {at for at in replaced if not is_equal(self.part_values[at], before.part_values[at])}
         if self._versions != before._versions:
             changed.update(at for at, version in self._versions.items() if version != before._versions[at])
         return {self.layout.paths[at]: self._part(at) for at in sorted(changed)}
