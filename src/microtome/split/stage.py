@@ -17,7 +17,7 @@ from microtome.engine.signals import signal_safe
 from microtome.errors import BadBoundary, BadInputs, MicrotomeError, Unsupported
 from microtome.inputs import Inputs
 from microtome.split.analysis.call_arguments import state_objects_in
-from microtome.split.analysis.structure_spec import SplitSpec, check_structure
+from microtome.split.analysis.structure_spec import PLAIN, SplitSpec, check_structure
 from microtome.split.boundary.boundary import Boundary
 from microtome.split.execution.argument_reader import FlatInputs, InputReader
 from microtome.split.execution.placeholder import Placeholder
@@ -239,12 +239,9 @@ class Stage:
         return f"<Stage {self.index} of {type(self.model).__name__}, from {start} to {end}>"
 
 
-_PLAIN = frozenset((bool, int, float, str, type(None)))
-
-
 def _has_placeholders(value: Any) -> bool:
     cls = type(value)
     items = value.values() if cls is dict else value if cls in (list, tuple, set) else (value,)
-    if _PLAIN.issuperset(map(type, items)):  # as nearly always
+    if PLAIN.issuperset(map(type, items)):  # as nearly always
         return False
     return any(isinstance(tensor, Placeholder) for tensor in tensors_in(value))

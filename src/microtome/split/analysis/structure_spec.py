@@ -32,7 +32,7 @@ from microtome.split.analysis.arrays import is_array, overlap
 
 #: Leaves that are sent by value.
 Plain = bool | int | float | str | None
-_PLAIN = (bool, int, float, str, type(None))
+PLAIN = frozenset((bool, int, float, str, type(None)))
 
 
 class Slot(int):
@@ -188,7 +188,7 @@ def flatten(
         return Slot("T", len(tensors) - 1)
 
     def add_leaf(leaf: Any) -> Any:
-        if type(leaf) in _PLAIN:  # subclasses would lose their type
+        if type(leaf) in PLAIN:  # subclasses would lose their type
             plain.append(leaf)
             return Slot("S", len(plain) - 1)
         if isinstance(leaf, torch.Size):
@@ -232,7 +232,7 @@ def _find_extra_attribute(value: Any) -> str | None:
     if is_dataclass(value):
         names = {field.name for field in fields(value)}
         attributes = dict_of(value).items()
-        extra = [name for name, item in attributes if name not in names and type(item) not in _PLAIN]
+        extra = [name for name, item in attributes if name not in names and type(item) not in PLAIN]
     elif isinstance(value, list | tuple | set | frozenset | dict):
         items = value if isinstance(value, dict) else {}
         extra = [name for name, item in dict_of(value).items() if name not in items or items[name] is not item]
@@ -243,7 +243,7 @@ def _find_extra_attribute(value: Any) -> str | None:
 
 def opaque_objects_in(value: Any) -> Iterator[Any]:
     """The leaves of a value other than tensors, plain values, and dtypes, classes and functions that have a name."""
-    if type(value) in _PLAIN or isinstance(value, Tensor | torch.Size):
+    if type(value) in PLAIN or isinstance(value, Tensor | torch.Size):
         return
     if (node := node_type(value)) is not None:
         for child in node.children(value):

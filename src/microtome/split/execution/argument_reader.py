@@ -12,9 +12,8 @@ from microtome.engine.torch_internals import DisableTorchFunction, version_of
 from microtome.inputs import Inputs
 from microtome.split.analysis.call_arguments import CallArguments, record_arguments, state_objects_in
 from microtome.split.analysis.signature import Arguments, describe, describe_tensor, digest_of_call
-from microtome.split.analysis.structure_spec import Plain, StructureSpec, flatten
+from microtome.split.analysis.structure_spec import PLAIN, Plain, StructureSpec, flatten
 
-_PLAIN = (bool, int, float, str, type(None))
 _MAX_LAYOUTS = 8  # those of the head, of the tail, and of other variants of a step
 
 
@@ -43,7 +42,7 @@ class ArgumentLayout:
         described = list(_expand([*range(len(args)), *ordered], items))
         self._tensors = [at for at in _expand(range(count), items) if isinstance(values[at], Tensor)]
         self._described_tensors = [at for at in described if isinstance(values[at], Tensor)]
-        self._plain = [at for at in described if type(values[at]) in _PLAIN]
+        self._plain = [at for at in described if type(values[at]) in PLAIN]
         self._states = [at for at in _expand(range(count), items) if is_state(values[at])]
         self._strings = [(at, values[at]) for at in self._plain if type(values[at]) is str]
         self.is_complete = len(self._tensors) + len(self._plain) + len(self._states) == len(described)

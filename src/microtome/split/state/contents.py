@@ -17,6 +17,7 @@ from microtome.engine.attributes import dict_of
 from microtome.engine.pytree import is_state, state_classes
 from microtome.engine.torch_internals import versions_of
 from microtome.errors import BadBoundary, Unsupported
+from microtome.split.analysis.structure_spec import PLAIN
 from microtome.split.boundary.schema import (
     PLACEHOLDER_DTYPES,
     PlaceholderSpec,
@@ -34,7 +35,6 @@ from microtome.split.boundary.schema import (
 from microtome.split.execution.placeholder import Placeholder
 from microtome.split.state.snapshot import (
     LEAVES,
-    PLAIN,
     Path,
     StatePart,
     StateSnapshot,

@@ -17,6 +17,7 @@ from microtome.engine.attributes import dict_of
 from microtome.engine.pytree import is_plain_class
 from microtome.engine.torch_internals import DisableTorchFunction, versions_of
 from microtome.errors import Unsupported
+from microtome.split.analysis.structure_spec import PLAIN
 from microtome.split.execution.placeholder import Placeholder
 
 #: The way from a state object to one of its parts: names of attributes, indices of lists, keys of dicts in a tuple.
@@ -24,7 +25,6 @@ Path = tuple[Any, ...]
 
 #: Integer tensors of up to so many elements are known by value in every stage: models compute masks from them.
 _MAX_VALUES = 16
-PLAIN = (bool, int, float, str, type(None))
 #: The classes of leaves that hold no other part.
 LEAVES = frozenset((*PLAIN, Tensor, torch.dtype, torch.device))
 _COMPARED = frozenset((*PLAIN, torch.dtype, torch.device, tuple))
