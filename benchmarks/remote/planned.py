@@ -66,9 +66,7 @@ def measure(server: str, model: str, mbits: float, rounds: int) -> dict[str, Any
         addresses = {EDGE_ONLY: None, CLOUD_ONLY: "", planned: auto.at}
         addresses |= {cut.at: cut.at for cut in cuts if cut.dominates or cut.at in OTHERS[model]}
         nbytes = {cut.at: cut.nbytes for cut in cuts} | {EDGE_ONLY: 0, CLOUD_ONLY: cuts.input_bytes}
-        ways = {
-            name: Remote(auto._local, auto._connection, auto.server, Route(at, "raw")) for name, at in addresses.items()
-        }
+        ways = {name: Remote(auto._local, auto._chain, Route(at, "raw")) for name, at in addresses.items()}
         contest = Contest(ways, {name: nbytes[name] * 8e-6 / mbits for name in ways}, found.inputs.args[0])
         took = contest.run(rounds, {planned, EDGE_ONLY, CLOUD_ONLY})
         assert auto.plan is not None

@@ -160,7 +160,7 @@ def soak(requests: int, clients: int, pause_s: float = 0.2, seed: int = 0) -> So
         sum(one.lost for one in asking),
         sum(one.repeated for one in asking),
         breaker.cuts,
-        sum(one.remote._connection.reconnects for one in asking),
+        sum(one.remote._chain.pools[0].connections[0].reconnects for one in asking),
         warm,
         end,
         time.perf_counter() - began,

@@ -56,7 +56,9 @@ def request(tuned: Autotuner, bytes_per_s: float, edge: float = 1.0) -> RequestR
         return RequestRecord(None, where="edge", tail_s=head_s)
     nbytes = candidate.sent_bytes[0]
     tail_s, wire_s = candidate.seconds("run", where="cloud"), RTT + nbytes / bytes_per_s
-    return RequestRecord(*route, head_s=head_s, tail_s=tail_s, wire_s=wire_s, sent_bytes=nbytes, attempts=1, alone=True)
+    return RequestRecord(
+        *route[:2], head_s=head_s, tail_s=tail_s, wire_s=wire_s, sent_bytes=nbytes, attempts=1, alone=True
+    )
 
 
 def show(tuned: Autotuner, sent: RequestRecord) -> None:
@@ -141,7 +143,7 @@ def test_a_request_that_failed_tells_nothing(monkeypatch: pytest.MonkeyPatch) ->
     learned: list[RequestRecord] = []
     monkeypatch.setattr(Autotuner, "observe", lambda self, sent: learned.append(sent))
 
-    def fails(several: object) -> object:
+    def fails(*_: object) -> object:
         raise ValueError("not today")
 
     with mt.serve(model, x, listen="127.0.0.1:0") as server, mt.connect(model, x, server.address) as remote:

@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from microtome.errors import BadQuery, RemoteError
-from microtome.inputs import Inputs
 from microtome.remote import protocol
 from microtome.remote.connection import Connection
-from microtome.remote.request import RemoteRequest, Route
+from microtome.remote.message import Message
 from microtome.remote.security import Security
 from microtome.split.boundary.boundary import Boundary
 
@@ -38,11 +37,10 @@ def answering(stream: Callable[[Iterator[Any], Any], Iterator[bytes]]) -> Iterat
         server.stop(0).wait()
 
 
-def encoded(name: str, nbytes: int = 8) -> RemoteRequest:
-    request = RemoteRequest(Inputs(), Route("layer", "raw"))
-    request.id = name
-    request.encode(Boundary("layer", "a-b", {"x": torch.zeros(nbytes, dtype=torch.uint8)}, {}))
-    return request
+def encoded(name: str, nbytes: int = 8) -> Message:
+    message = Message(protocol.Request(id=name))
+    message.encode(Boundary("layer", "a-b", {"x": torch.zeros(nbytes, dtype=torch.uint8)}, {}))
+    return message
 
 
 def test_a_request_cancelled_before_its_turn_is_not_sent() -> None:

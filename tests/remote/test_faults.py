@@ -137,7 +137,7 @@ def test_a_server_that_is_killed_with_requests_at_every_point_answers_each_once_
             assert answer().equal(truth(x))
             assert [sent.where for sent in remote.requests] == ["cloud"]
             assert remote.requests[0].attempts > 1
-            assert remote._connection.is_idle()
+            assert remote._chain.is_idle()
 
 
 def test_where_the_edge_can_finish_it_does_while_the_server_is_away(server: ServerProcess) -> None:
@@ -146,7 +146,7 @@ def test_where_the_edge_can_finish_it_does_while_the_server_is_away(server: Serv
     with gate, connected(server.address, fallback="local") as remote:
         assert remote(asking()) is not None
         answer = in_background(remote, x)
-        until(lambda: not remote._connection.is_idle())
+        until(lambda: not remote._chain.is_idle())
         server.kill()
         gate.open()
         assert answer().equal(truth(x))
@@ -156,7 +156,7 @@ def test_where_the_edge_can_finish_it_does_while_the_server_is_away(server: Serv
         assert remote(other).equal(truth(other))  # now it is known to be down
         assert (remote.requests[-1].where, remote.requests[-1].attempts) == ("edge", 0)
         server.start()
-        until(lambda: remote._connection.down_reason is None)
+        until(lambda: remote._chain.down_reason is None)
         assert remote(other).equal(truth(other))
         assert remote.requests[-1].where == "cloud"
 
@@ -232,14 +232,14 @@ def test_an_answer_that_comes_too_late_is_nobodys(here: Server) -> None:
     with Gate() as gate, connected(here.address) as remote:
         late = begun(remote, asking(gate))
         until(lambda: here.metrics.queue._value.get() == 1)
-        remote._connection.cancel(late)
+        remote._chain.cancel(late)
         gate.open()
         until(lambda: counted(here, "requests", cut="head") == 2)  # the warm-up, and that one
         for _ in range(5):
             x = asking()
             assert remote(x).equal(truth(x))
         assert not late.reply.done()
-        assert remote._connection.reconnects == 0
+        assert remote._chain.pools[0].connections[0].reconnects == 0
 
 
 def test_a_request_whose_client_has_given_up_is_not_computed(here: Server) -> None:
@@ -360,16 +360,16 @@ def test_a_line_that_changes_bytes_gives_no_wrong_answer(here: Server, direction
     x = asking(rows=40)
     with Proxy(here.address) as proxy, connected(proxy.address, deadline=0.3) as remote:
         for place in range(0, 240, 15):
-            until(lambda: remote._connection.down_reason is None)
+            until(lambda: remote._chain.down_reason is None)
             weather = getattr(alive(proxy), direction)
             weather.corrupt = _flipping(weather.passed + place, 1 << place % 8)
             try:
                 assert remote(x).equal(truth(x)), place
             except MicrotomeError:
                 proxy.cut()  # where the length of a frame is wrong, both sides wait for the rest
-                until(lambda: remote._connection.down_reason is not None)
+                until(lambda: remote._chain.down_reason is not None)
         weather.corrupt = None
-        until(lambda: remote._connection.down_reason is None)
+        until(lambda: remote._chain.down_reason is None)
         remote.options = replace(remote.options, deadline_s=None)
         assert remote(x).equal(truth(x))
 

@@ -1,13 +1,11 @@
-"""`Remote`: the requests and sessions of a model that runs partly here and partly on a server."""
+"""`Remote`: the requests and sessions of a model that runs partly here and partly on servers."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from time import monotonic
 from typing import Any, Self
 
@@ -17,11 +15,12 @@ from microtome.addresses import INPUT
 from microtome.engine.meta_run import copy_inputs
 from microtome.errors import BadQuery, MicrotomeError, RemoteError, Unsupported
 from microtome.inputs import Inputs
-from microtome.remote import protocol
 from microtome.remote.autotune import Autotuner, RouteChange
+from microtome.remote.chain import Chain, too_large
 from microtome.remote.connection import Connection
 from microtome.remote.error_kinds import TRANSIENT
 from microtome.remote.local_model import LocalModel
+from microtome.remote.message import Message
 from microtome.remote.payloads import INPUTS, ExpectedReply, check_not_autocast, pack_inputs, unpack_output
 from microtome.remote.pipeline import run_pipeline
 from microtome.remote.remote_session import LocalSession, RemoteSession
@@ -31,7 +30,8 @@ from microtome.results.plan import Plan
 from microtome.results.requests import RequestRecord
 from microtome.split.boundary.boundary import Boundary
 from microtome.split.session import StageSession, generate
-from microtome.units import parse_size, size
+from microtome.split.stage import Stage
+from microtome.units import parse_size
 
 #: Seconds for which a request is sent again after a broken stream: without a fallback, and with one.
 _RESEND_FOR_S, _RESEND_WITH_FALLBACK_FOR_S = 15.0, 1.0
@@ -43,25 +43,23 @@ _MAX_RECORDS = 10_000
 
 
 class Remote:
-    """A model whose tail a server runs. Call it like the model.
+    """A model whose tail a server runs, or several servers one after the other. Call it like the model.
 
     Attributes:
         requests: The records of the last requests.
-        server: The server's reply to `Hello`.
         options: The options of every request.
-        has_fallback: Whether this device computes the output if the server does not answer: all weights are here.
+        has_fallback: Whether this device computes the output if a server does not answer: all weights are here.
     """
 
     def __init__(
         self,
         local: LocalModel,
-        connection: Connection,
-        server: Any,
+        chain: Chain,
         route: Route | Autotuner,
         options: RequestOptions = RequestOptions(),  # noqa: B008  it is immutable
     ) -> None:
         self._local = local
-        self._connection = connection
+        self._chain = chain
         self.options = options
         self.has_fallback = options.has_fallback and local.is_whole
         self._tail_s: dict[str, float] = {}  # seconds of the tail on this device, by cut
@@ -70,8 +68,17 @@ class Remote:
             self._autotuner, route = route, route.route
             self._autotuner.warm_up = self.warm_up
         self._route = route  # unused with an autotuner
-        self.server = server
         self.requests: deque[RequestRecord] = deque(maxlen=_MAX_RECORDS)
+
+    @property
+    def servers(self) -> list[Any]:
+        """The replies to `Hello` of all servers."""
+        return [connection.hello for pool in self._chain.pools for connection in pool.connections]
+
+    @property
+    def server(self) -> Any:
+        """The first server's reply to `Hello`."""
+        return self.servers[0]
 
     @property
     def route(self) -> Route:
@@ -113,7 +120,7 @@ class Remote:
             raise BadQuery(f"expected a window of 1 or more requests in flight, got {window!r}")
         if self._local.spec.states:  # each in a session of its own, one after the other
             return (self(*one.args, **one.kwargs) for one in map(Inputs.of, items))
-        return run_pipeline(self._start, self._send, self._finish, self._connection.cancel, iter(items), window)
+        return run_pipeline(self._start, self._send, self._finish, self._chain.cancel, iter(items), window)
 
     def session(self, *, replay_memory: int | str = "256MB") -> StageSession:
         """Begin a sequence of steps; the server keeps the tail's part of the state, such as a KV cache, between them.
@@ -126,7 +133,7 @@ class Remote:
                 server dies.
 
         Raises:
-            Unsupported: The inputs of the model are sent, not the values at a layer.
+            Unsupported: The inputs of the model are sent, not the values at a layer; or there is more than one cut.
         """
         keep_bytes = parse_size(replay_memory)
         route = self.route
@@ -144,12 +151,18 @@ class Remote:
         self, route: Route, keep_bytes: int, options: RequestOptions, records: deque[RequestRecord]
     ) -> RemoteSession:
         assert route.at is not None
-        if not self.server.sessions:
+        if route.later:
+            raise Unsupported(
+                f"expected one cut for a session, got {len(route.later) + 1}: connect to one server, which keeps the "
+                "state of the tail"
+            )
+        if not all(server.sessions for server in self.servers):
             raise RemoteError(
-                f"{self._connection.address} keeps no sessions: start it with --sessions, or a newer microtome",
+                f"{self._chain.address} keeps no sessions: start it with --sessions, or a newer microtome",
                 "REFUSED",
             )
-        return RemoteSession(self, self._local.variants_at(route.at), route, keep_bytes, options, records)
+        (pool,) = self._chain.pools
+        return RemoteSession(self, pool, self._local.variants_at(route.at), route, keep_bytes, options, records)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate tokens by the loop of transformers; the arguments are those of the model's own `generate`."""
@@ -178,7 +191,7 @@ class Remote:
             try:
                 request.reply.result(_WARM_UP_S)
             except FutureTimeout:
-                self._connection.cancel(request)
+                self._chain.cancel(request)
         if self.has_fallback and self.options.deadline_s is not None:
             for _ in range(2):  # the first run takes longer
                 self._fall_back(request)
@@ -196,74 +209,61 @@ class Remote:
             if at == INPUTS:
                 request.boundary = pack_inputs(inputs, self._local.spec.inputs, self._local.fingerprint)
             elif at is not None:
-                head, _ = self._local.stages_at(at)
+                head = self._local.stages_at(request.route.cuts)[0]
+                assert head is not None
                 with torch.no_grad():
                     request.boundary = head(*inputs.args, **inputs.kwargs)
         request.state = RequestState.HEAD_DONE
         return request
 
     def _send(self, request: RemoteRequest) -> RemoteRequest:
-        """Encode and send the boundary, if there is one and the server is not known to be down."""
+        """Encode and send the boundary, if there is one and the servers are not known to be down."""
         if request.boundary is None:
             return request
-        if self.has_fallback and self._connection.down_reason is not None:
-            request.reason = self._connection.down_reason
+        if self.has_fallback and self._chain.down_reason is not None:
+            request.reason = self._chain.down_reason
             return request
-        with request.timed("encode_s"):
-            self._set_retry_until(request)
-            example = self._local.spec.example
-            request.expected = ExpectedReply(example, request.inputs, self.options.max_reply_bytes)
-            request.encode(request.boundary)
-        self._submit(request, max(request.nbytes, request.boundary.nbytes))  # encoded, and decoded
+        expected = ExpectedReply(self._local.spec.example, request.inputs, self.options.max_reply_bytes)
+        request.expected = expected
+        ends = request.route.later[-len(self._chain.pools) :] if request.route.later else ()
+        bounds = [expected.bound(self._local.boundary_bytes(at)) for at in ends]
+        if not self._chain.ends_here(request.route):
+            bounds.append(expected.reply_bytes)
+        self._chain.submit(request, self._retry_until(request), bounds)
         return request
 
-    def _submit(self, request: RemoteRequest, nbytes: int) -> None:
-        if nbytes > self.server.max_message:
-            raise RemoteError(
-                f"{size(nbytes)} cross at {request.route.at or INPUT!r}, and {self._connection.address} accepts "
-                f"{size(self.server.max_message)}: raise --max-message there, or cut elsewhere",
-                "TOO_LARGE",
-            )
-        request.mark_sent(is_alone=self._connection.is_idle())
-        self._connection.submit(request)
-
-    def exchange(self, request: RemoteRequest) -> Any:
+    def exchange(self, request: RemoteRequest, message: Message, connection: Connection) -> Any:
         """Send an encoded step of a session, and return the reply.
 
         Raises:
             RemoteError: There is none.
         """
-        if self.has_fallback and self._connection.down_reason is not None:
-            raise RemoteError(self._connection.down_reason, "UNREACHABLE")
-        self._set_retry_until(request)
-        self._submit(request, request.nbytes)
+        if self.has_fallback and connection.down_reason is not None:
+            raise RemoteError(connection.down_reason, "UNREACHABLE")
+        message.retry_until = self._retry_until(request)
+        if message.nbytes > connection.hello.max_message:
+            raise too_large(message.nbytes, request.route.at, connection.address, connection.hello.max_message)
+        request.message, message.connection = message, connection
+        request.mark_sent(is_alone=connection.is_idle())
+        connection.submit(message)
         timeout = None if request.deadline is None else max(request.deadline - monotonic(), 0.0)
         try:
-            reply = request.reply.result(timeout)
+            reply = message.reply.result(timeout)
         except FutureTimeout as error:
             raise self._late_error(request) from error
-        request.mark_replied(reply)
+        request.add_reply(message, reply)
+        request.mark_replied()
         return reply
 
-    def end_session(self, session: str) -> None:
-        """Tell the server that a session has ended, without waiting for a reply."""
-        request = RemoteRequest(Inputs(), self.route)
-        request.encode_step(protocol.Step(session=session, ends=True), memoryview(b""))
-        request.retry_until = 0.0  # if the stream breaks, the session ends with it
-        with suppress(RemoteError):  # the connection is closed, and with it the session
-            self._connection.submit(request)
-
-    def _set_retry_until(self, request: RemoteRequest) -> None:
+    def _retry_until(self, request: RemoteRequest) -> float:
         if request.deadline is not None and not self.has_fallback:
-            request.retry_until = request.deadline
-        else:
-            resend_for_s = _RESEND_WITH_FALLBACK_FOR_S if self.has_fallback else _RESEND_FOR_S
-            request.retry_until = monotonic() + resend_for_s
+            return request.deadline
+        return monotonic() + (_RESEND_WITH_FALLBACK_FOR_S if self.has_fallback else _RESEND_FOR_S)
 
     def _late_error(self, request: RemoteRequest) -> RemoteError:
         """Cancel a request that is not answered in time."""
-        self._connection.cancel(request)
-        request.reason = f"{self._connection.address} did not answer in {request.deadline_s:g} s"
+        self._chain.cancel(request)
+        request.reason = f"{self._chain.address} did not answer in {request.deadline_s:g} s"
         return RemoteError(request.reason, "DEADLINE")
 
     def _finish(self, request: RemoteRequest) -> Any:
@@ -284,10 +284,27 @@ class Remote:
         reply = self._wait(request) if request.state is RequestState.SENT else None
         if reply is None:
             return self._fall_back(request)
+        assert request.expected is not None
+        if self._chain.ends_here(request.route):
+            return self._run_last(request, reply.output)
         with request.timed("decode_s"):
-            assert request.expected is not None
             boundary = Boundary.from_bytes(reply.output, limit=request.expected.decoding_bytes)
             return unpack_output(boundary, self._local.spec.output, self._local.device, request.expected)
+
+    def _run_last(self, request: RemoteRequest, payload: bytes) -> Any:
+        """Run the last stage on what crosses the last cut."""
+        boundary = self._decode(request, request.route.cuts[-1], payload)
+        last = self._local.stages_at(request.route.cuts)[-1]
+        assert last is not None
+        with request.timed("last_s"), torch.no_grad():
+            return last.run((boundary,), {}, release=True)
+
+    def _decode(self, request: RemoteRequest, at: str, payload: bytes) -> Boundary:
+        """Decode what crosses a cut, from a server."""
+        assert request.expected is not None
+        with request.timed("decode_s"):
+            limit = request.expected.bound_decoding(self._local.boundary_bytes(at))
+            return Boundary.from_bytes(payload, limit=limit)
 
     def _wait(self, request: RemoteRequest) -> Any:
         """Return the reply; None: fall back to this device."""
@@ -302,12 +319,12 @@ class Remote:
                 raise late from error
             return None
         except RemoteError as error:
-            self._connection.cancel(request)
+            self._chain.cancel(request)
             if error.kind not in TRANSIENT or not self.has_fallback:
                 raise
             request.reason = str(error)
             return None
-        request.mark_replied(reply)
+        request.mark_replied()
         return reply
 
     def _fallback_s(self, at: str | None) -> float:
@@ -319,21 +336,26 @@ class Remote:
         return self._autotuner.local_tail_s(at)
 
     def _fall_back(self, request: RemoteRequest) -> Any:
-        """Compute the output here: the tail, or the whole model if the inputs were to be sent."""
+        """Compute the output here: the stages that are left, or the whole model if the inputs were to be sent."""
         request.state = RequestState.LOCAL
-        at = request.route.at or INPUTS
-        run = partial(request.inputs.run, self._local.model)
-        if at != INPUTS:
-            _, tail = self._local.stages_at(at)
-            assert tail is not None
-            run = partial(tail, request.boundary)
+        value: Any = request.boundary
+        stages: Sequence[Stage | None] = ()
+        if request.stage > 0:
+            stages = self._local.stages_at(request.route.cuts)[request.stage :]
+        if request.payload is not None:
+            value = self._decode(request, request.route.cuts[request.stage - 1], request.payload)
         with request.timed("tail_s"), torch.no_grad():
-            output = run()
-        self._tail_s[at] = request.timing["tail_s"]
-        return output
+            if not stages:
+                value = request.inputs.run(self._local.model)
+            for stage in stages:
+                assert stage is not None
+                value = stage(value)
+        if request.payload is None:
+            self._tail_s[request.route.at or INPUTS] = request.timing["tail_s"]
+        return value
 
     def close(self) -> None:
-        self._connection.close()
+        self._chain.close()
         if self._autotuner is not None:
             self._autotuner.close()
 
@@ -344,5 +366,6 @@ class Remote:
         self.close()
 
     def __repr__(self) -> str:
-        where = "all here" if self.at is None else f"cut at {self.at or INPUT!r}"
-        return f"<Remote {type(self._local.model).__name__} at {self._connection.address}, {where}>"
+        cuts = (self.at or INPUT, *self.route.later)
+        where = "all here" if self.at is None else f"cut at {', '.join(map(repr, cuts))}"
+        return f"<Remote {type(self._local.model).__name__} at {self._chain.address}, {where}>"

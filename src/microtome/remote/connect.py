@@ -1,30 +1,41 @@
-"""`connect`: a model that runs partly here and partly on a server."""
+"""`connect`: a model that runs partly here and partly on one or more servers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 from microtome.addresses import INPUT
+from microtome.endpoints import explain_endpoint
 from microtome.errors import BadQuery, RemoteError
 from microtome.remote.autotune import LOSSLESS, Autotuner, autotune, fastest_codec
+from microtome.remote.chain import Chain
 from microtome.remote.client import Remote
 from microtome.remote.connection import Connection
-from microtome.remote.local_model import LocalModel, handshake
+from microtome.remote.handshake import handshake
+from microtome.remote.local_model import LocalModel, planned_chain
 from microtome.remote.request import RequestOptions, Route
 from microtome.remote.security import Security
+from microtome.remote.server_pool import ServerPool
+from microtome.remote.stage_ref import StageRef, describe_stage
+from microtome.results.plan import Plan
 from microtome.split.boundary.codecs import parse_codec
 from microtome.split.stage import Stage
-from microtome.units import parse_seconds, parse_size
+from microtome.units import parse_seconds, parse_size, plural
+
+#: One server, or several of which any may answer.
+Servers = str | Sequence[str]
 
 
 def connect(
-    model: nn.Module | Stage,
+    model: nn.Module | Stage | Sequence[Stage],
     inputs: Any,
-    server: str,
+    server: str | None = None,
     at: Any = "auto",
     *,
+    servers: Sequence[Servers] | None = None,
     deadline: float | str | None = None,
     codec: str = "auto",
     fallback: str | None = "local",
@@ -38,16 +49,20 @@ def connect(
     max_reply: int | str | None = None,
     timeout: float = 10.0,
 ) -> Remote:
-    """Run a model partly here and partly on a server.
+    """Run a model partly here and partly on a server, or on several.
 
     Args:
-        model: The model that the server has, in eval mode; or its first stage, from `mt.load_stage`.
+        model: The model that the servers have, in eval mode; or its first stage, from `mt.load_stage`; or a list of its
+            first and its last stage, if this device runs both.
         inputs: Example inputs, of the structure that later ones have.
         server: The address of the server, such as `"host:7070"`.
-        at: The cut: an address, a `Cut` or a `Plan`. `"(input)"`, `""` or a plan that is best all on the cloud sends
-            the inputs, and the whole model runs on the server.
+        at: The cut: an address, a `Cut` or a `Plan`; several for several servers. `"(input)"`, `""` or a plan that is
+            best all on the cloud sends the inputs, and the whole model runs on the server.
             `"auto"` measures both devices and the link, cuts where a request is answered soonest, and moves the cut
             when that changes; see `Remote.history`.
+        servers: The servers of a chain, in place of `server`: one for each cut, which runs the stage after it. With one
+            server less, this device runs the last stage, too, so that neither inputs nor outputs leave it. Several
+            servers of one stage, as a list, are used in turn; one that dies is left out until it is back.
         deadline: The time that a request may take, in seconds or such as `"50ms"`. If the server cannot answer in
             time, this device computes the output.
         codec: The codec of the boundary; `"auto"`: the fastest lossless one.
@@ -70,45 +85,130 @@ def connect(
     ...     with connect(model, x, server.address, at="layer1") as remote:
     ...         remote(x).equal(model(x)), remote.requests[-1].where
     (True, 'cloud')
+
+    Two stages here, and one on a server:
+
+    >>> with mt.serve(model, x, listen="127.0.0.1:0") as server:
+    ...     with connect(model, x, servers=[server.address], at=["stem", "layer1"]) as remote:
+    ...         remote(x).equal(model(x))
+    True
     """
     if fallback not in ("local", None):
         raise BadQuery(f"expected fallback='local' or None, got {fallback!r}")
     deadline_s = parse_seconds(deadline) if isinstance(deadline, str) else deadline
     if deadline_s is not None and not (isinstance(deadline_s, int | float) and deadline_s > 0):
         raise BadQuery(f"expected a deadline of more than 0 seconds, got {deadline!r}")
-    connection = Connection(server, Security(tls, ca, cert, key, token, server_name))
+    stages = _check_servers(server, servers)
+    cuts, stages = _resolve_plan(at, stages)
+    security = Security(tls, ca, cert, key, token, server_name)
+    chain = _open_chain(stages, security)
     try:
         local = LocalModel(model, inputs)
-        hello = handshake(connection, local, timeout, any_torch=any_torch)
-        route = _choose_route(local, connection, hello, at, codec)
+        for pool in chain.pools:
+            for connection in pool.connections:
+                handshake(connection, local.model, local.fingerprint, timeout, any_torch=any_torch)
+        route = _choose_route(local, chain, cuts, codec)
         max_bytes = None if max_reply is None else parse_size(max_reply)
         options = RequestOptions(deadline_s, fallback == "local", max_bytes)
-        remote = Remote(local, connection, hello, route, options)
+        remote = Remote(local, chain, route, options)
         remote.warm_up(remote.route)
         return remote
     except BaseException:
-        connection.close()
+        chain.close()
         raise
 
 
-def _choose_route(local: LocalModel, connection: Connection, hello: Any, at: Any, codec: str) -> Route | Autotuner:
-    if codec != "auto":
-        parse_codec(codec)
-        codecs: tuple[str, ...] = (codec,)
-    else:
-        codecs = tuple(name for name in LOSSLESS if name in hello.codecs) or ("raw",)
+def _check_servers(server: str | None, servers: Sequence[Servers] | None) -> list[tuple[str, ...]]:
+    """Return the addresses of the servers of each stage."""
+    if servers is None:
+        if error := explain_endpoint(server):
+            raise BadQuery(error)
+        assert server is not None
+        return [(server,)]
+    if server is not None:
+        raise BadQuery(f"expected server= for one server, or servers= for several, got both {server!r} and {servers!r}")
+    if isinstance(servers, str) or not servers or not all(servers):
+        raise BadQuery(f"expected a list of the servers of each stage, such as ['a:7070', 'b:7070'], got {servers!r}")
+    return [(stage,) if isinstance(stage, str) else tuple(stage) for stage in servers]
+
+
+def _resolve_plan(at: Any, stages: list[tuple[str, ...]]) -> tuple[Any, list[tuple[str, ...]]]:
+    """Return the cuts of a plan, and the servers of the devices that run something in it."""
+    if not isinstance(at, Plan):
+        return at, stages
+    cuts, devices = planned_chain(at)
+    if len(stages) == 1 and len(cuts) == 1:
+        return cuts, stages
+    if len(stages) != len(at.devices) - 1:
+        raise BadQuery(
+            f"expected a server for each device of the plan after the first, {', '.join([*at.devices][1:])}, got "
+            f"{plural(len(stages), 'server')}"
+        )
+    return cuts, [stages[device] for device in devices]
+
+
+def _open_chain(stages: list[tuple[str, ...]], security: Security) -> Chain:
+    connections: list[Connection] = []
+    try:
+        pools = []
+        for addresses in stages:
+            pools.append(ServerPool([Connection(address, security) for address in addresses]))
+            connections.extend(pools[-1].connections)
+        return Chain(pools)
+    except BaseException:
+        for connection in connections:
+            connection.close()
+        raise
+
+
+def _choose_route(local: LocalModel, chain: Chain, at: Any, codec: str) -> Route | Autotuner:
+    codecs = _choose_codecs(chain, codec)
+    connection = chain.pools[0].connections[0]
     splitter = local.splitter if local.is_whole else None
     if splitter is not None and isinstance(at, str) and at == "auto":
-        return autotune(splitter, connection, codecs, hello.cuts)
-    address = local.resolve_cut(at)
-    if address not in hello.cuts:
+        if len(chain.pools) > 1:
+            raise BadQuery(f"expected {len(chain.pools)} cuts for {len(chain.pools)} servers, got at='auto'")
+        served = set.intersection(*(set(one.hello.cuts) for one in chain.pools[0].connections))
+        return autotune(splitter, connection, codecs, [cut for cut in connection.hello.cuts if cut in served])
+    first, *later = local.resolve_cuts(at)
+    route = Route(first, codecs[0], tuple(later))
+    _check_served(chain, route)
+    if len(codecs) == 1 or splitter is None:
+        return route
+    return route._replace(codec=fastest_codec(splitter, first, connection, codecs))
+
+
+def _choose_codecs(chain: Chain, codec: str) -> tuple[str, ...]:
+    """Return the codecs to choose from: the one that the user names, or the lossless ones that all servers have."""
+    if codec != "auto":
+        parse_codec(codec)
+        return (codec,)
+    replies = [connection.hello for pool in chain.pools for connection in pool.connections]
+    return tuple(name for name in LOSSLESS if all(name in reply.codecs for reply in replies)) or ("raw",)
+
+
+def _check_served(chain: Chain, route: Route) -> None:
+    """Raise unless there is a server for each stage that this device does not run, and each serves its stage."""
+    cuts, servers = 1 + len(route.later), len(chain.pools)
+    if servers not in (cuts, cuts - 1):
+        fewer = f", or {cuts - 1} if this device runs the last stage" if cuts > 1 else ""
+        raise BadQuery(f"expected {plural(cuts, 'server')} for {plural(cuts, 'cut')}{fewer}, got {servers}")
+    for hop, pool in enumerate(chain.pools):
+        stage = StageRef(route.cuts, route.first_stage + hop)
+        for connection in pool.connections:
+            _check_stage(connection, stage)
+
+
+def _check_stage(connection: Connection, stage: StageRef) -> None:
+    hello = connection.hello
+    if stage.begins_at not in hello.cuts:
         served = [cut or INPUT for cut in hello.cuts]
         others = f" and {len(served) - 5} others" if len(served) > 5 else ""
         raise RemoteError(
-            f"{connection.address} does not serve the cut at {address or INPUT!r}; it serves "
+            f"{connection.address} does not serve the cut at {stage.begins_at or INPUT!r}; it serves "
             f"{', '.join(map(repr, served[:5]))}{others}",
             "NO_CUT",
         )
-    if len(codecs) == 1 or splitter is None:
-        return Route(address, codecs[0])
-    return Route(address, fastest_codec(splitter, address, connection, codecs))
+    if not hello.any_stage and hello.ends_at != (stage.ends_at or ""):
+        only = describe_stage(stage.begins_at, hello.ends_at or None)
+        raise RemoteError(f"{connection.address} serves the stage {only}, not the one {stage}", "NO_CUT")

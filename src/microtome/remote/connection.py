@@ -21,8 +21,8 @@ from microtome.endpoints import SCHEMES, explain_endpoint
 from microtome.errors import BadQuery, RemoteError
 from microtome.remote import protocol
 from microtome.remote.error_kinds import from_message, from_rpc, is_connection_refused
+from microtome.remote.message import Message
 from microtome.remote.protocol import DEFAULT_REPLY_BYTES, MAX_MESSAGE_BYTES, METHODS
-from microtome.remote.request import RemoteRequest
 from microtome.remote.security import Security, is_loopback
 from microtome.results.metrics import advise
 from microtome.units import size
@@ -46,6 +46,7 @@ class Connection:
 
     Attributes:
         down_reason: Why no stream is open although requests wait for one; None: one is, or none was needed yet.
+        hello: The server's reply to `Hello`; None: no handshake yet.
         max_part: The most bytes of a boundary that the server accepts in one message; None: any number.
         reconnects: How often the stream broke.
     """
@@ -53,6 +54,7 @@ class Connection:
     def __init__(self, address: str, security: Security | None = None) -> None:
         self.address = address
         self.down_reason: str | None = None
+        self.hello: Any = None
         self.max_part: int | None = None
         self.reconnects = 0
         self._security = security or Security()
@@ -64,9 +66,9 @@ class Connection:
             name: self._channel.unary_unary(method.path) for name, method in METHODS.items() if not method.is_stream
         }
         self._changed = threading.Condition()
-        self._pending: dict[str, RemoteRequest] = {}
+        self._pending: dict[str, Message] = {}
         self._cancelled: set[str] = set()  # ids of this stream whose replies are dropped
-        self._outgoing: SimpleQueue[RemoteRequest | None] | None = None
+        self._outgoing: SimpleQueue[Message | None] | None = None
         self._call: Any = None
         self._closed = False
         self._has_answered = False
@@ -124,24 +126,24 @@ class Connection:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def submit(self, request: RemoteRequest) -> None:
-        """Send a request as soon as there is a stream, and again if the stream breaks before the reply."""
+    def submit(self, message: Message) -> None:
+        """Send a message as soon as there is a stream, and again if the stream breaks before the reply."""
         with self._changed:
             if self._closed:
                 raise self._closed_error()
-            self._pending[request.id] = request
-            if request.reply_bytes > self._reply_bytes:  # needs another stream, opened when this one has its replies
-                self._reply_bytes = min(1 << (request.reply_bytes - 1).bit_length(), MAX_MESSAGE_BYTES)
+            self._pending[message.id] = message
+            if message.reply_bytes > self._reply_bytes:  # needs another stream, opened when this one has its replies
+                self._reply_bytes = min(1 << (message.reply_bytes - 1).bit_length(), MAX_MESSAGE_BYTES)
                 self._end_stream()
             if self._outgoing is not None:
-                self._outgoing.put(request)
+                self._outgoing.put(message)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="microtome-client", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
 
     def is_idle(self) -> bool:
-        """Whether no request waits for a reply."""
+        """Whether no message waits for a reply."""
         return not self._pending
 
     def pop_bandwidth(self) -> float | None:
@@ -152,11 +154,11 @@ class Connection:
         self._sent_bytes, self._sending_s = 0, 0.0
         return nbytes / spent_s
 
-    def cancel(self, request: RemoteRequest) -> None:
-        """Stop waiting for a request: it is not sent again, and its reply is dropped."""
+    def cancel(self, message: Message) -> None:
+        """Stop waiting for a reply: the message is not sent again, and its reply is dropped."""
         with self._changed:
-            if self._pending.pop(request.id, None) is not None and self._call is not None:
-                self._cancelled.add(request.id)
+            if self._pending.pop(message.id, None) is not None and self._call is not None:
+                self._cancelled.add(message.id)
 
     def close(self) -> None:
         """Fail all requests in flight, and close the channels."""
@@ -167,8 +169,8 @@ class Connection:
             if self._call is not None:
                 self._call.cancel()
             self._changed.notify_all()
-        for request in unanswered:
-            request.reply.set_exception(self._closed_error())
+        for message in unanswered:
+            message.fail(self._closed_error())
         if self._thread is not None:
             self._thread.join()
         self._stream_channel.close()
@@ -206,25 +208,30 @@ class Connection:
                     continue
                 if self._has_answered:
                     backoff_s = _MIN_BACKOFF_S
-                self._fail_exhausted(error)
+                exhausted = self._remove_exhausted(error)
+            for message in exhausted:  # without the lock: another connection may take the message
+                message.fail(error)
+            exhausted.clear()
+            with self._changed:
                 self._changed.wait_for(lambda: self._closed, backoff_s * random.uniform(0.5, 1.0))
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
-    def _fail_exhausted(self, error: RemoteError) -> None:
-        """Fail the requests that are not sent again after a broken stream."""
+    def _remove_exhausted(self, error: RemoteError) -> list[Message]:
+        """Remove and return the messages that are not sent again after a broken stream."""
         self.down_reason = str(error)
         self.reconnects += 1
-        for request in list(self._pending.values()):
-            if error.kind in ("REFUSED", "TOO_LARGE") or monotonic() > request.retry_until:
-                del self._pending[request.id]
-                request.reply.set_exception(error)
+        is_final = error.kind in ("REFUSED", "TOO_LARGE")
+        exhausted = [one for one in self._pending.values() if is_final or monotonic() > one.retry_until]
+        for message in exhausted:
+            del self._pending[message.id]
         log.warning("the stream broke", extra={"server": self.address, "reason": str(error)})
+        return exhausted
 
     def _open_stream(self) -> Any:
-        """Open a stream, and send all pending requests on it."""
-        self._outgoing = outgoing = SimpleQueue[RemoteRequest | None]()
-        for request in self._pending.values():
-            outgoing.put(request)
+        """Open a stream, and send all pending messages on it."""
+        self._outgoing = outgoing = SimpleQueue[Message | None]()
+        for message in self._pending.values():
+            outgoing.put(message)
         self._cancelled.clear()
         if self._reply_bytes > self._channel_bytes:
             if self._stream_channel is not self._channel:
@@ -236,23 +243,23 @@ class Connection:
         self._call = stream(self._messages(outgoing), metadata=self._metadata)
         return self._call
 
-    def _messages(self, outgoing: SimpleQueue[RemoteRequest | None]) -> Iterator[bytes]:
-        """Yield messages to gRPC, which asks for the next one when it has sent the last."""
-        while (request := outgoing.get()) is not None:
+    def _messages(self, outgoing: SimpleQueue[Message | None]) -> Iterator[bytes]:
+        """Yield bytes to gRPC, which asks for the next ones when it has sent the last."""
+        while (message := outgoing.get()) is not None:
             with self._changed:
-                if outgoing is not self._outgoing:  # the stream broke meanwhile, and another one sends the request
+                if outgoing is not self._outgoing:  # the stream broke meanwhile, and another one sends the message
                     return
-                if request.id not in self._pending:  # cancelled: do not waste a slow link on it
-                    self._cancelled.discard(request.id)
+                if message.id not in self._pending:  # cancelled: do not waste a slow link on it
+                    self._cancelled.discard(message.id)
                     continue
-                first, *others = request.parts(self.max_part)
-                message, request_id = request.first_message(first), request.id
-            del request, first  # keep neither alive while this generator is suspended
-            start, nbytes = monotonic(), len(message) + sum(map(len, others))
-            yield message
-            del message
+                first, *others = message.parts(self.max_part)
+                data, message_id = message.first_part(first), message.id
+            del message, first  # keep neither alive while this generator is suspended
+            start, nbytes = monotonic(), len(data) + sum(map(len, others))
+            yield data
+            del data
             for part in others:
-                yield protocol.with_payload(protocol.Request(id=request_id), part)
+                yield protocol.with_payload(protocol.Request(id=message_id), part)
             if not outgoing.empty():
                 self._sent_bytes += nbytes
                 self._sending_s += monotonic() - start
@@ -274,24 +281,24 @@ class Connection:
                 self._call = None
 
     def _read_replies(self, call: Any) -> RemoteError:
-        """Resolve requests until the stream ends, and return the reason why it did."""
+        """Resolve messages until the stream ends, and return the reason why it did."""
         self._has_answered = False
         try:
             for reply in call:
                 with self._changed:
-                    request = self._pending.pop(reply.id, None)
-                    if request is None and reply.id not in self._cancelled:
-                        call.cancel()  # the id is corrupt, and the request that it belongs to would wait for ever
+                    message = self._pending.pop(reply.id, None)
+                    if message is None and reply.id not in self._cancelled:
+                        call.cancel()  # the id is corrupt, and the message that it belongs to would wait for ever
                         return RemoteError(f"{self.address} answered a request that was not sent", "UNREACHABLE")
                     self._cancelled.discard(reply.id)
                 self._has_answered, self.down_reason = True, None
-                if request is not None:
-                    request.replied_at = perf_counter()
+                if message is not None:
+                    message.replied_at = perf_counter()
                     if reply.HasField("error"):
-                        request.reply.set_exception(from_message(reply.error, self.address))
+                        message.fail(from_message(reply.error, self.address))
                     else:
-                        request.reply.set_result(reply)
-                del request, reply  # keep neither alive while waiting for the next reply
+                        message.reply.set_result(reply)
+                del message, reply  # keep neither alive while waiting for the next reply
         except grpc.RpcError as error:
             limit = f"answers with more than the {size(self._channel_bytes)} expected from the example"
             too_large = f"{limit}. Split the model on a larger example, or raise max_reply="

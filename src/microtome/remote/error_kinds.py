@@ -75,6 +75,8 @@ _KINDS: tuple[tuple[type[BaseException], str], ...] = (
 def _kind_of(error: BaseException) -> str:
     if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):  # torch's message on a CPU
         return "OUT_OF_MEMORY"
+    if isinstance(error, RemoteError):  # of the server of the next stage
+        return error.kind if error.kind in protocol.KINDS else "UNREACHABLE"
     return next(name for kind, name in _KINDS if isinstance(error, kind))
 
 

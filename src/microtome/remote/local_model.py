@@ -3,53 +3,52 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from microtome import __version__
 from microtome.addresses import INPUT
-from microtome.errors import BadQuery, RemoteError
+from microtome.errors import BadQuery
 from microtome.inputs import no_inputs_error
-from microtome.remote import protocol
-from microtome.remote.connection import Connection
 from microtome.remote.payloads import INPUTS
+from microtome.results.cuts import Cut
 from microtome.results.plan import Plan
 from microtome.split.splitter import Splitter
 from microtome.split.stage import Stage
 from microtome.split.variants import StageVariants
-from microtome.units import count
 
 
 class LocalModel:
-    """A model, or the first stage of one.
+    """A model, or its first stage, or its first and its last one.
 
     Attributes:
-        splitter: Cuts the model anywhere; None for a stage.
+        splitter: Cuts the model anywhere; None for stages.
         is_whole: Whether all weights are here, so that this device can compute the output alone.
     """
 
-    def __init__(self, model: nn.Module | Stage, inputs: Any) -> None:
+    def __init__(self, model: nn.Module | Stage | Sequence[Stage], inputs: Any) -> None:
         self._lock = threading.Lock()
-        self._stages: dict[str, tuple[Stage, Stage | None]] = {}
+        self._stages: dict[tuple[str, ...], Sequence[Stage | None]] = {}  # by their cuts
         self._variants: dict[str, StageVariants] = {}
         self.splitter: Splitter | None = None
+        self._first: Stage | None = None
+        self._last: Stage | None = None
         source: Stage | Splitter
-        if isinstance(model, Stage):
-            if model.begins_at is not None or model.ends_at is None:
-                raise BadQuery(f"expected the first stage of a model for a client, got {model!r}")
-            source = model
-            self._stages[model.ends_at] = model, None
-            if model.variants is not None:
-                self._variants[model.ends_at] = model.variants
-        else:
+        if isinstance(model, nn.Module):
             if inputs is None:
                 raise no_inputs_error(model)
             with torch.no_grad():
                 source = self.splitter = Splitter(model, inputs)
+        else:
+            self._first, self._last = _first_and_last([model] if isinstance(model, Stage) else model)
+            source = self._first
+            if source.variants is not None and source.ends_at is not None:
+                self._variants[source.ends_at] = source.variants
         self.model, self.fingerprint, self.spec = source.model, source.fingerprint, source.spec
-        self.is_whole = not any(tensor.is_meta for tensor in (*self.model.parameters(), *self.model.buffers()))
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        self.is_whole = self.splitter is not None and not any(tensor.is_meta for tensor in tensors)
 
     @property
     def device(self) -> torch.device | None:
@@ -60,90 +59,83 @@ class LocalModel:
         """The number of parameters of the whole model."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
-    def stages_at(self, at: str) -> tuple[Stage, Stage | None]:
-        """Return head and tail for a cut; the tail is None if its weights are not here."""
+    def stages_at(self, cuts: tuple[str, ...]) -> Sequence[Stage | None]:
+        """Return the stages between cuts; None for those whose weights are not here."""
         with self._lock, torch.no_grad():
-            if at not in self._stages:
-                if self.splitter is None:
-                    (only,) = self._stages
-                    raise BadQuery(f"only the stage up to {only!r} is here: the model cannot be cut at {at!r}")
-                stages = self.splitter.at(at)
-                self._stages[at] = stages[0], stages[1] if self.is_whole else None
-                self._variants[at] = stages.variants
-            return self._stages[at]
+            if cuts not in self._stages:
+                self._stages[cuts] = self._make_stages(cuts)
+            return self._stages[cuts]
+
+    def _make_stages(self, cuts: tuple[str, ...]) -> Sequence[Stage | None]:
+        if self.splitter is not None:
+            stages = self.splitter.at(cuts)
+            if len(cuts) == 1:
+                self._variants[cuts[0]] = stages.variants
+            return stages if self.is_whole else (stages[0], *[None] * len(cuts))
+        assert self._first is not None
+        begin, end = self._first.ends_at, None if self._last is None else self._last.begins_at
+        if cuts[0] != begin or (end is not None and (len(cuts) == 1 or cuts[-1] != end)):
+            here = f"up to {begin!r}" if end is None else f"up to {begin!r} and from {end!r} on"
+            raise BadQuery(f"only the stage {here} is here: the model cannot be cut at {', '.join(cuts)!r}")
+        return (self._first, *[None] * (len(cuts) - 1), self._last)
 
     def variants_at(self, at: str) -> StageVariants:
         """Return the stages of a cut for the steps of sessions."""
-        self.stages_at(at)
+        self.stages_at((at,))
         return self._variants[at]
 
-    def resolve_cut(self, at: Any) -> str:
-        """Return the address of a cut that a user named; of a stage, its only one for `"auto"`.
+    def boundary_bytes(self, at: str) -> int:
+        """Return the bytes that cross a cut on the example; 0: not known."""
+        return 0 if self.splitter is None else self.splitter.cuts[at].nbytes
 
-        A plan that runs the whole model on another device sends the inputs.
-        """
-        if isinstance(at, Plan):
-            at = _planned_cut(at)
-        if isinstance(at, str) and at in (INPUTS, INPUT):
-            return INPUTS
+    def resolve_cuts(self, at: Any) -> tuple[str, ...]:
+        """Return the addresses of the cuts that a user named, in order; of stages, their own ones for `"auto"`."""
+        names = [at] if isinstance(at, str | Cut) or not isinstance(at, Iterable) else list(at)
+        if names and isinstance(names[0], str) and names[0] in (INPUTS, INPUT):
+            return (INPUTS, *(self.resolve_cuts(names[1:]) if names[1:] else ()))
         if self.splitter is not None:
-            return self.splitter.cut(at).at
-        (only,) = self._stages
-        return only if at == "auto" else self.stages_at(str(at))[0].ends_at or ""
+            return tuple(cut.at for cut in self.splitter.choose(at))
+        assert self._first is not None
+        own = [stage_at for stage_at in (self._first.ends_at, self._last and self._last.begins_at) if stage_at]
+        cuts = tuple(own) if names == ["auto"] else tuple(map(str, names))
+        self.stages_at(cuts)
+        return cuts
 
 
-def _planned_cut(plan: Plan) -> Any:
-    """Return the cut of a plan; raise if it has none since this device runs the model alone."""
-    if plan.at is not None:
-        return plan.at
-    here = next(iter(plan.devices))
-    if plan.sole_device != here:
-        return INPUTS
-    cuts = (candidate.at[0] for candidate in plan if candidate.refused is None and candidate.at)
-    best = next((at for at in cuts if at is not None), None)
-    other = "" if best is None else f", or connect with at={best!r}, the best of its cuts"
-    raise BadQuery(f"the plan runs the whole model on {here}, without a server: call the model{other}")
-
-
-def handshake(connection: Connection, local: LocalModel, timeout: float, *, any_torch: bool) -> Any:
-    """Call `Hello`, and return the reply if the server has the same model, protocol and torch."""
-    hello = protocol.HelloRequest(
-        protocol=protocol.PROTOCOL, microtome=__version__, torch=torch.__version__, fingerprint=local.fingerprint
+def _first_and_last(stages: Sequence[Stage]) -> tuple[Stage, Stage | None]:
+    """Return the first stage of a model and, if it is here, the last one."""
+    first, others = stages[0] if stages else None, list(stages[1:])
+    is_first = isinstance(first, Stage) and first.begins_at is None and first.ends_at is not None
+    is_last = len(others) <= 1 and all(
+        isinstance(stage, Stage) and stage.begins_at is not None and stage.ends_at is None for stage in others
     )
-    reply = connection.call("Hello", hello, timeout)
-    if reply.protocol != protocol.PROTOCOL:
-        raise RemoteError(
-            f"{connection.address} speaks version {reply.protocol} of the protocol (microtome {reply.microtome}), and "
-            f"this is version {protocol.PROTOCOL} (microtome {__version__})",
-            "REFUSED",
+    if not is_first or not is_last:
+        raise BadQuery(
+            "expected the first stage of a model for a client, or the first and the last one, got "
+            + ", ".join(f"{stage!r:.200}" for stage in stages)
         )
-    if reply.fingerprint != local.fingerprint:
-        here, there = type(local.model).__name__, reply.model
-        (structure, values), (their_structure, their_values) = (
-            fingerprint.partition("-")[::2] for fingerprint in (local.fingerprint, reply.fingerprint)
-        )
-        has_same_structure = structure == their_structure
-        advice = "Load the same model with the same weights on both sides"
-        if values == their_values != "unknown":  # of meta tensors
-            advice = "The weights are equal: pass the same example inputs (--input) and run the same code on both sides"
-        if not has_same_structure and reply.params:  # 0 from a server of an older microtome
-            here += f" with {count(local.params)} parameters"
-            there += f" with {count(reply.params)} parameters"
-        raise RemoteError(
-            f"the {'weights' if has_same_structure else 'structure'} of {here} here and of {there} at "
-            f"{connection.address} differ: the fingerprints are {local.fingerprint} and "
-            f"{reply.fingerprint}. {advice}",
-            "WRONG_MODEL",
-        )
-    if _release(reply.torch) != _release(torch.__version__) and not any_torch:
-        raise RemoteError(
-            f"torch is {torch.__version__} here and {reply.torch} at {connection.address}: results may differ in the "
-            "last bits. Install the same version, or allow it with any_torch=True",
-            "REFUSED",
-        )
-    connection.max_part = reply.max_part or None
-    return reply
+    assert isinstance(first, Stage)
+    if others and others[0].fingerprint != first.fingerprint:
+        raise BadQuery(f"expected two stages of one model, got {first!r} and {others[0]!r} with other weights")
+    return first, others[0] if others else None
 
 
-def _release(version: str) -> str:
-    return version.partition("+")[0]
+class PlannedChain(NamedTuple):
+    """The cuts of a plan, and the numbers of its devices that run something after them."""
+
+    cuts: tuple[str, ...]
+    devices: tuple[int, ...]
+
+
+def planned_chain(plan: Plan) -> PlannedChain:
+    """Return the cuts of a plan and its devices after the first; raise if that runs the model alone."""
+    crossed = [INPUTS if at is None else at for at in plan.winner.at]
+    # A device runs something unless the next link is crossed at the same cut.
+    running = [index for index, at in enumerate(crossed) if index + 1 == len(crossed) or crossed[index + 1] != at]
+    if not running:
+        here = next(iter(plan.devices))
+        cuts = (candidate.at[0] for candidate in plan if candidate.refused is None and candidate.at)
+        best = next((at for at in cuts if at is not None), None)
+        other = "" if best is None else f", or connect with at={best!r}, the best of its cuts"
+        raise BadQuery(f"the plan runs the whole model on {here}, without a server: call the model{other}")
+    return PlannedChain(tuple(crossed[index] for index in running), tuple(running))

@@ -140,11 +140,23 @@ class ExpectedReply:
         self._has_same_dtypes = self._has_same_dtypes and repr(plain) == repr(example.plain)
         self._has_same_shapes = self._has_same_dtypes and specs == list(example.inputs)
         self._has_same_rank = self._has_same_dtypes and not _may_squeeze(specs, example.inputs)
-        bound = 2 * round(_total_bytes(example.outputs) * _growth(specs, example.inputs))
-        self.reply_bytes = min(
-            max_bytes if max_bytes is not None else max(DEFAULT_REPLY_BYTES, bound), MAX_MESSAGE_BYTES
-        )
-        self.decoding_bytes = max(_DECODING_FACTOR * min(bound, self.reply_bytes), 2 * self.reply_bytes)
+        self._max_bytes = max_bytes
+        self._growth = _growth(specs, example.inputs)
+        self.reply_bytes = self.bound(_total_bytes(example.outputs))
+        self.decoding_bytes = self.bound_decoding(_total_bytes(example.outputs))
+
+    def bound(self, example_bytes: int) -> int:
+        """Return the most bytes of a reply whose tensors have so many on the example."""
+        derived = max(DEFAULT_REPLY_BYTES, self._grown(example_bytes))
+        return min(derived if self._max_bytes is None else self._max_bytes, MAX_MESSAGE_BYTES)
+
+    def bound_decoding(self, example_bytes: int) -> int:
+        """Return the most memory that decoding such a reply may take."""
+        reply_bytes = self.bound(example_bytes)
+        return max(_DECODING_FACTOR * min(self._grown(example_bytes), reply_bytes), 2 * reply_bytes)
+
+    def _grown(self, example_bytes: int) -> int:
+        return 2 * round(example_bytes * self._growth)
 
     def check(self, output: Boundary, names: Sequence[str]) -> None:
         """Raise if the model cannot have returned this output.

@@ -31,6 +31,7 @@ MESSAGES: dict[str, Any] = {
 HelloRequest, HelloReply = MESSAGES["HelloRequest"], MESSAGES["HelloReply"]
 Request, Reply, Step = MESSAGES["Request"], MESSAGES["Reply"], MESSAGES["Step"]
 Error, Timing = MESSAGES["Error"], MESSAGES["Timing"]
+StageRef, Hop = MESSAGES["StageRef"], MESSAGES["Hop"]
 EchoRequest, EchoReply = MESSAGES["EchoRequest"], MESSAGES["EchoReply"]
 ProfileRequest, ProfileReply = MESSAGES["ProfileRequest"], MESSAGES["ProfileReply"]
 KINDS: tuple[str, ...] = tuple(Error.Kind.keys())

@@ -7,6 +7,7 @@ import random
 import uuid
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from time import perf_counter, sleep
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,6 +22,7 @@ from microtome.remote.error_kinds import TRANSIENT
 from microtome.remote.payloads import ExpectedReply, check_not_autocast, unpack_output
 from microtome.remote.repeated_inputs import SentInputs
 from microtome.remote.request import RemoteRequest, RequestOptions, RequestState, Route
+from microtome.remote.server_pool import ServerPool
 from microtome.remote.step_codec import (
     DeltaCodec,
     encode_edits,
@@ -78,6 +80,7 @@ class RemoteSession(StageSession):
     def __init__(
         self,
         remote: Remote,
+        pool: ServerPool,
         variants: StageVariants,
         route: Route,
         keep_bytes: int,
@@ -87,11 +90,12 @@ class RemoteSession(StageSession):
         """Begin with the first step.
 
         Args:
+            pool: The servers, of which one keeps the state.
             keep_bytes: The most bytes of steps that are kept for a replay.
             records: The records of its requests are appended here.
         """
         super().__init__(variants)
-        self._sequence = self._steps = _RemoteSequence(remote, route, keep_bytes, options, records)
+        self._sequence = self._steps = _RemoteSequence(remote, pool, route, keep_bytes, options, records)
 
     @property
     def where(self) -> str:
@@ -134,10 +138,18 @@ class _RemoteSequence(StepSequence):
     """The steps of a session: the head's state is the caller's, the tail's is on the server or in a `TailSession`."""
 
     def __init__(
-        self, remote: Remote, route: Route, keep_bytes: int, options: RequestOptions, records: deque[RequestRecord]
+        self,
+        remote: Remote,
+        pool: ServerPool,
+        route: Route,
+        keep_bytes: int,
+        options: RequestOptions,
+        records: deque[RequestRecord],
     ) -> None:
         super().__init__()
         self._remote = remote
+        self._pool = pool
+        self._connection = pool.next()
         self._route = route
         self._keep_bytes = keep_bytes
         self._options = options
@@ -205,7 +217,11 @@ class _RemoteSequence(StepSequence):
                     raise
                 error = failure
                 if failure.kind != "NO_SESSION":  # the connection has tried again for a while
-                    break
+                    other = self._pool.next(but=self._connection)
+                    if other.down_reason is not None or other is self._connection:
+                        break
+                    self.end_on_server()
+                    self._connection = other
         assert error is not None
         if not self._options.has_fallback:
             raise error
@@ -245,10 +261,10 @@ class _RemoteSequence(StepSequence):
                 state=self._sent.compress("state", step.state),
                 header=self._sent.compress("header", header),
             )
-            request.expected = step.expected
-            request.encode_step(message, rest)
+            encoded = request.make_message(step.expected.reply_bytes, step=message)
+            encoded.set_payload(rest)
         self._last_split, self._number = step.split, self._number + 1
-        reply = self._remote.exchange(request)
+        reply = self._remote.exchange(request, encoded, self._connection)
         with request.timed("decode_s"):
             boundary = Boundary.from_bytes(reply.output, limit=step.expected.decoding_bytes)
             with as_state(spec.state_classes):
@@ -317,5 +333,10 @@ class _RemoteSequence(StepSequence):
     def end_on_server(self) -> None:
         """Let the server drop the state, also after an error here."""
         if self._number:
-            self._remote.end_session(self._id)
+            step = protocol.Step(session=self._id, ends=True)
+            message = RemoteRequest(Inputs(), self._route).make_message(protocol.DEFAULT_REPLY_BYTES, step=step)
+            message.set_payload(b"")
+            message.retry_until = 0.0  # if the stream breaks, the session ends with it
+            with suppress(RemoteError):  # the connection is closed, and with it the session
+                self._connection.submit(message)
             self._number = 0

@@ -1,4 +1,4 @@
-"""A request of a client: its state, its messages, and the time of each phase."""
+"""A request of a client: its state, its way over the servers, and the time of each phase."""
 
 from __future__ import annotations
 
@@ -8,30 +8,39 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from math import inf
 from time import monotonic, perf_counter
 from typing import Any, NamedTuple
 
+from microtome.errors import sanitize_text
 from microtome.inputs import Inputs
 from microtome.remote import protocol
+from microtome.remote.message import Message
 from microtome.remote.payloads import ExpectedReply
-from microtome.results.requests import RequestRecord
+from microtome.results.requests import HopRecord, RequestRecord
 from microtome.split.boundary.boundary import Boundary
-from microtome.split.boundary.serialization import encode
-
-#: Bytes of each part of a request that is sent in several messages: short, so that the server sees progress.
-_PART_BYTES = 1 << 20
 
 
 class Route(NamedTuple):
-    """The cut and the codec of a request.
+    """The cuts and the codec of a request.
 
     Attributes:
-        at: The cut; None: the model is not cut, and runs here. `""`: the inputs are sent.
+        at: The first cut; None: the model is not cut, and runs here. `""`: the inputs are sent.
+        later: The further cuts of a chain, in order.
     """
 
     at: str | None
     codec: str
+    later: tuple[str, ...] = ()
+
+    @property
+    def cuts(self) -> tuple[str, ...]:
+        """The addresses of all cuts; without `""`, since nothing runs before it."""
+        return tuple(at for at in (self.at, *self.later) if at)
+
+    @property
+    def first_stage(self) -> int:
+        """The number of the first stage that does not run here: after the head, or the one that takes the inputs."""
+        return 1 if self.at else 0
 
 
 @dataclass(frozen=True)
@@ -69,15 +78,16 @@ class RemoteRequest:
     Attributes:
         deadline_s: The seconds that it may take; None: any number.
         deadline: When it must be answered, a time of `monotonic`; None: it has no deadline.
-        boundary: The values that cross the cut; None: none do.
+        boundary: The values that cross the first cut; None: none do.
+        payload: The encoded values that cross the last cut that was reached; None: the first one.
+        stage: The number of the stage that runs next.
         expected: Bounds and checks of the reply.
-        reply: The message of the server, or the error that ended the request.
-        nbytes: The size of the encoded boundary; 0: it is not encoded.
-        attempts: How often it was sent.
-        retry_until: Until when it is sent again after a broken stream.
-        replied_at: When the reply arrived, a time of `perf_counter`.
+        message: The last message to a server; None: it is not encoded.
+        reply: The last server's reply, or the error that ended the request.
+        is_cancelled: Whether nobody waits for the reply any more.
         is_alone: Whether no other request of this client was in flight when it was sent.
         timing: Seconds of each phase, by the field of `RequestRecord`.
+        hops: The servers that have answered.
         reason: Why it did not run where it was to run; or why it failed.
     """
 
@@ -92,18 +102,18 @@ class RemoteRequest:
         self.deadline_s = deadline_s
         self.deadline = None if deadline_s is None else monotonic() + deadline_s
         self.boundary: Boundary | None = None
+        self.payload: bytes | None = None
+        self.stage = route.first_stage
         self.expected: ExpectedReply | None = None
+        self.message: Message | None = None
         self.reply: Future[Any] = Future()
-        self.nbytes = 0
-        self.attempts = 0
-        self.retry_until = inf
-        self.replied_at = 0.0
+        self.is_cancelled = False
         self.is_alone = False
         self.timing: dict[str, float] = {} if head_s is None else {"head_s": head_s}
+        self.hops: list[HopRecord] = []
         self.reason: str | None = None
-        self._header = protocol.Request()
-        self._message = b""  # the header and the encoded boundary
-        self._received_bytes = 0
+        self._attempts = 0
+        self._sent_bytes = self._received_bytes = 0
         self._started = perf_counter() - (head_s or 0.0)
         self._sent_at = 0.0
 
@@ -113,72 +123,43 @@ class RemoteRequest:
         yield
         self.timing[phase] = perf_counter() - start
 
-    # -- messages ------------------------------------------------------------------------------------------------------
-
-    @property
-    def reply_bytes(self) -> int:
-        """The most bytes of the reply."""
-        return protocol.DEFAULT_REPLY_BYTES if self.expected is None else self.expected.reply_bytes
-
-    def encode(self, boundary: Boundary) -> None:
-        """Serialize the boundary, with the header of its message before it in the same bytes."""
-        self._header = protocol.Request(id=self.id, codec=self.route.codec)
-        self._set_timeout()
-        check_facts = boundary.record is None
-        self._message = encode(
-            boundary.metadata, boundary.tensors, self.route.codec, self._prefix, check_facts=check_facts
-        )
-
-    def encode_step(self, step: Any, payload: memoryview) -> None:
-        """Serialize a step of a session, of whose boundary the payload is the rest after the header."""
-        self._header = protocol.Request(id=self.id, codec=self.route.codec, step=step)
-        self._set_timeout()
-        self._message = self._prefix(len(payload)) + payload
-
-    def _prefix(self, nbytes: int) -> bytes:
-        self.nbytes = nbytes
-        return protocol.payload_prefix(self._header, nbytes)
-
-    def _set_timeout(self) -> None:
-        if self.deadline is not None:
-            self._header.timeout_s = max(self.deadline - monotonic(), 1e-3)
-
-    def parts(self, max_bytes: int | None) -> list[memoryview]:
-        """Split the encoded boundary for a server that accepts `max_bytes` in a message; None: any number."""
-        whole = memoryview(self._message)[len(self._message) - self.nbytes :]
-        if max_bytes is None or self.nbytes <= max_bytes:
-            return [whole]
-        return [whole[start : start + _PART_BYTES] for start in range(0, self.nbytes, _PART_BYTES)]
-
-    def first_message(self, part: memoryview) -> bytes:
-        """Count an attempt, and return the message of the first part, with the time that is left until the deadline."""
-        self.attempts += 1
-        is_whole = len(part) == self.nbytes
-        if self.attempts > 1 and self.deadline is not None:
-            self._set_timeout()
-        elif is_whole:
-            return self._message
-        self._header.size = 0 if is_whole else self.nbytes
-        return protocol.with_payload(self._header, part)
+    def make_message(self, reply_bytes: int, **fields: Any) -> Message:
+        """Return a message without a boundary; `fields` are those of a `Request`."""
+        header = protocol.Request(id=self.id, codec=self.route.codec, **fields)
+        return Message(header, deadline=self.deadline, reply_bytes=reply_bytes)
 
     # -- states --------------------------------------------------------------------------------------------------------
 
     def mark_sent(self, *, is_alone: bool) -> None:
         self.state, self.is_alone, self._sent_at = RequestState.SENT, is_alone, perf_counter()
 
-    def mark_replied(self, reply: Any) -> None:
-        """Take the phases of the server from its reply; the remaining time is that of the wire."""
+    def add_reply(self, message: Message, reply: Any) -> None:
+        """Count the reply of one server, and of those to which it forwarded the request."""
+        self._count(message)
+        self._received_bytes += len(reply.output)
+        address = "" if message.connection is None else message.connection.address
+        for server, timing in ((address, reply.timing), *((one.server, one) for one in reply.forwarded)):
+            self.hops.append(
+                HopRecord(sanitize_text(server), timing.decode_s, timing.queue_s, timing.run_s, timing.encode_s)
+            )
+
+    def _count(self, message: Message) -> None:
+        self._attempts = max(self._attempts, message.attempts)
+        self._sent_bytes += message.total_bytes
+
+    def mark_replied(self) -> None:
+        """Take the phases of the servers from their replies; the remaining time is that of the wire."""
+        assert self.message is not None
         self.state = RequestState.REPLIED
-        elapsed, timing = self.replied_at - self._sent_at, reply.timing
+        elapsed = self.message.replied_at - self._sent_at
         phases = {
-            "server_decode_s": timing.decode_s,
-            "queue_s": timing.queue_s,
-            "tail_s": timing.run_s,
-            "server_encode_s": timing.encode_s,
+            "server_decode_s": sum(hop.decode_s for hop in self.hops),
+            "queue_s": sum(hop.queue_s for hop in self.hops),
+            "tail_s": sum(hop.run_s for hop in self.hops),
+            "server_encode_s": sum(hop.encode_s for hop in self.hops),
         }
         phases = {name: spent if 0 <= spent <= elapsed else 0.0 for name, spent in phases.items()}  # else it is false
         self.timing |= phases | {"wire_s": max(elapsed - sum(phases.values()), 0.0)}
-        self._received_bytes = len(reply.output)
 
     def mark_failed(self, reason: str) -> None:
         self.state, self.reason = RequestState.FAILED, reason
@@ -186,16 +167,19 @@ class RemoteRequest:
     def record(self) -> RequestRecord:
         """Return the record of a request that has ended now."""
         where = {RequestState.REPLIED: "cloud", RequestState.LOCAL: "edge"}.get(self.state, "nowhere")
+        if self.message is not None and self.state is not RequestState.REPLIED:
+            self._count(self.message)
         return RequestRecord(
             self.route.at,
             self.route.codec,
             where,
             **self.timing,
             total_s=perf_counter() - self._started,
-            sent_bytes=self.nbytes + self._header.step.ByteSize(),
+            sent_bytes=self._sent_bytes,
             received_bytes=self._received_bytes,
-            attempts=self.attempts,
+            attempts=self._attempts,
             reason=self.reason,
             alone=self.is_alone,
+            hops=tuple(self.hops) if self.route.later else (),
             began=self._started,
         )

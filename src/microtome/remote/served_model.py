@@ -1,9 +1,10 @@
-"""The model on the side of the server: the tail of every cut, and batches of requests."""
+"""The model on the side of the server: the stages that it runs, and batches of requests."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from microtome.profile import profile
 from microtome.remote.batching import Batcher, build_batcher
 from microtome.remote.error_kinds import WrongModel
 from microtome.remote.payloads import INPUTS, pack_inputs, pack_output, unpack_inputs
+from microtome.remote.stage_ref import StageRef, describe_stage
 from microtome.remote.step_codec import parse_split
 from microtome.split.boundary.boundary import Boundary
 from microtome.split.description import restore_inputs
@@ -25,34 +27,35 @@ from microtome.split.splitter import Splitter, load_variant
 from microtome.split.stage import Stage
 from microtome.split.weights import copy_with_weights
 
-#: The most stages for steps of sessions that are kept.
-_MAX_TAILS = 64
+#: The most stages for steps of sessions that are kept; and the most chains, each with the stages between its cuts.
+_MAX_TAILS = _MAX_CHAINS = 64
+#: The most cuts of a chain.
+_MAX_CUTS = 64
 
 
 class ServedModel:
-    """A model that can be run from any of its cuts on; or its last stage.
+    """A model that can be run between any of its cuts; or one of its stages.
 
     Attributes:
         model: The model.
         fingerprint: The fingerprint of its structure and weights.
-        cuts: The addresses of the cuts that it serves.
+        cuts: The addresses of the cuts where its stages may begin.
+        only: The only stage that is here; None: the whole model is.
     """
 
     def __init__(self, model: nn.Module | Stage, inputs: Any = None) -> None:
         self._lock = threading.Lock()
-        self._stages: dict[str, tuple[Stage | None, Stage]] = {}
-        self._batchers: dict[str, Batcher | None] = {}
+        self._stages: dict[tuple[str, ...], Sequence[Stage]] = {}  # by their cuts
+        self._batchers: dict[StageRef, Batcher | None] = {}
         self._splitter: Splitter | None = None
+        self.only: Stage | None = None
         self._tails: dict[bytes, Stage] = {}  # of the steps of sessions, by a digest of the description
         self._without_weights: nn.Module | None = None
         source: Stage | Splitter
         if isinstance(model, Stage):
-            source = model
+            source = self.only = model
             _check_stateless(model.state)
-            if model.begins_at is None or model.ends_at is not None:
-                raise BadQuery(f"expected the last stage of a model for a server, got {model!r}")
-            self._stages[model.begins_at] = None, model
-            self.cuts: tuple[str, ...] = (model.begins_at,)
+            self.cuts: tuple[str, ...] = (model.begins_at or INPUTS,)
         else:
             if inputs is None:
                 raise no_inputs_error(model)
@@ -93,6 +96,15 @@ class ServedModel:
         with torch.no_grad():
             return profile(self.model, self._splitter.example, measure="time").to_json()
 
+    @property
+    def ends_at(self) -> str | None:
+        """The cut where the only stage ends; None: at the output."""
+        return None if self.only is None else self.only.ends_at
+
+    def describe_stage(self) -> str:
+        """Name the only stage by its cuts."""
+        return describe_stage(self.cuts[0], self.ends_at)
+
     def decode(self, data: bytes | memoryview, limit: int) -> Boundary:
         """Decode a boundary.
 
@@ -113,26 +125,49 @@ class ServedModel:
             raise NoMatch(f"the cut of {self.name} at {boundary.at!r:.200} is not served")
         return boundary
 
-    def batch_key(self, boundary: Boundary) -> str | None:
+    def check_stage(self, stage: StageRef, boundary: Boundary) -> None:
+        """Raise if a request cannot name this stage.
+
+        Raises:
+            BadBoundary: If the boundary is of another cut.
+            NoMatch: If the stage is not served.
+        """
+        if stage.begins_at != boundary.at:
+            raise BadBoundary(f"expected a boundary of the cut at {stage.begins_at!r:.200}, got one of {boundary.at!r}")
+        if self.only is not None and (boundary.at, stage.ends_at) != (self.cuts[0], self.ends_at):
+            raise NoMatch(f"expected the stage {self.describe_stage()}, got that {stage}")
+        if len(stage.cuts) > _MAX_CUTS:
+            raise NoMatch(f"expected at most {_MAX_CUTS} cuts, got {len(stage.cuts)}")
+
+    def batch_key(self, boundary: Boundary, stage: StageRef | None = None) -> str | None:
         """Return the same key for requests that can be computed together; None: it must be computed alone."""
-        batcher = self._batcher(boundary.at)
+        batcher = self._batcher(stage or StageRef.tail(boundary.at))
         return None if batcher is None else batcher.key(boundary)
 
-    def compute(self, boundaries: Sequence[Boundary]) -> list[Any]:
-        """Return the output for each boundary; several of the same batch key are computed together."""
+    def compute(self, boundaries: Sequence[Boundary], stage: StageRef | None = None) -> list[Any]:
+        """Return the output of a stage for each boundary; several of the same batch key are computed together.
+
+        Args:
+            stage: None: from the cut of the boundaries to the output.
+        """
+        stage = stage or StageRef.tail(boundaries[0].at)
+        run = partial(self._run, stage)
         with torch.no_grad():
             if len(boundaries) == 1:
-                return [self._run(boundaries[0])]
-            batcher = self._batcher(boundaries[0].at)
+                return [run(boundaries[0])]
+            batcher = self._batcher(stage)
             assert batcher is not None
             rows = [batcher.batch_size(boundary) for boundary in boundaries]
             with self._lock:
                 for count in sorted({sum(rows), *rows} - {batcher.unit}):  # and the rows of each request alone
-                    batcher.verify(self._run, count)
-            return batcher.split(self._run(batcher.concatenate(boundaries)), rows)
+                    batcher.verify(run, count)
+            return batcher.split(run(batcher.concatenate(boundaries)), rows)
 
     def encode(self, output: Any, at: str, codec: str) -> bytes:
-        return pack_output(output, self._spec.output, at, self.fingerprint).to_bytes(codec)
+        """Encode the output of the model, or what crosses the end of a stage."""
+        if not isinstance(output, Boundary):
+            output = pack_output(output, self._spec.output, at, self.fingerprint)
+        return output.to_bytes(codec)
 
     def tail_for(self, split: bytes, limit: int) -> Stage:
         """Return the last stage for the steps of a session, from the description of the client's split.
@@ -173,40 +208,59 @@ class ServedModel:
             self._tails[key] = tail = variant.stages[-1]
             return tail
 
-    def _run(self, boundary: Boundary) -> Any:
-        if boundary.at == INPUTS:
-            return unpack_inputs(boundary, self._spec.inputs, self.device).run(self.model)
-        return self._stages_at(boundary.at)[1].run((boundary,), {}, release=True)
+    def _run(self, ref: StageRef, boundary: Boundary, *, release: bool = True) -> Any:
+        if ref.index > 0:
+            return self._stage(ref).run((boundary,), {}, release=release)
+        inputs = unpack_inputs(boundary, self._spec.inputs, self.device)
+        if not ref.cuts:
+            return inputs.run(self.model)
+        return self._stage(ref)(*inputs.args, **inputs.kwargs)
 
-    def _stages_at(self, at: str) -> tuple[Stage | None, Stage]:
-        """Return head and tail of a cut, built and verified on first use."""
-        stages = self._stages.get(at)
+    def _stage(self, ref: StageRef) -> Stage:
+        return self._stages_at(ref.cuts)[ref.index] if self.only is None else self.only
+
+    def _stages_at(self, cuts: tuple[str, ...]) -> Sequence[Stage]:
+        """Return the stages between cuts, built and verified on first use."""
+        stages = self._stages.get(cuts)
         if stages is not None:
             return stages
         assert self._splitter is not None
         with self._lock:
-            if at not in self._stages:
-                try:
-                    head, tail = self._splitter.at(at)
-                except Unsupported as error:
-                    raise NoMatch(f"the cut of {self.name} at {at!r} is not served: {error}") from error
-                self._stages[at] = head, tail
-            return self._stages[at]
+            if cuts not in self._stages:
+                self._stages[cuts] = self._split(self._splitter, cuts)
+                chains = [key for key in self._stages if len(key) > 1]
+                for key in chains[:-_MAX_CHAINS]:
+                    del self._stages[key]
+            return self._stages[cuts]
 
-    def _batcher(self, at: str) -> Batcher | None:
-        """Return the batcher of a cut, built on first use; None: its requests cannot be batched."""
-        if at in self._batchers or self._splitter is None:
-            return self._batchers.get(at)
-        head: Callable[..., Boundary] = self._pack_inputs
-        tail: Callable[[Boundary], Any] = self._run
-        if at != INPUTS:
-            first, tail = self._stages_at(at)
-            assert first is not None
-            head = first
+    def _split(self, splitter: Splitter, cuts: tuple[str, ...]) -> Sequence[Stage]:
+        try:
+            stages = splitter.at(cuts)
+        except (Unsupported, BadQuery, NoMatch) as error:
+            raise NoMatch(f"the cut of {self.name} at {', '.join(cuts)!r:.200} is not served: {error}") from error
+        if stages.at != cuts:
+            raise NoMatch(f"expected cuts in the order of a run, {', '.join(stages.at)}, got {', '.join(cuts):.200}")
+        return stages
+
+    def _batcher(self, ref: StageRef) -> Batcher | None:
+        """Return the batcher of a stage, built on first use; None: its requests cannot be batched."""
+        if ref in self._batchers or self._splitter is None or ref.ends_at is not None:
+            return self._batchers.get(ref)
+        heads = self._stages_at(ref.cuts)[: ref.index] if ref.cuts else ()
+
+        def head(*args: Any, **kwargs: Any) -> Boundary:
+            if not heads:
+                return self._pack_inputs(*args, **kwargs)
+            boundary = heads[0](*args, **kwargs)
+            for stage in heads[1:]:
+                boundary = stage(boundary)
+            return boundary
+
         with self._lock:
-            if at not in self._batchers:
-                self._batchers[at] = build_batcher(head, tail, self._splitter.example)
-            return self._batchers[at]
+            if ref not in self._batchers:
+                tail = partial(self._run, ref, release=False)  # the examples are run several times
+                self._batchers[ref] = build_batcher(head, tail, self._splitter.example)
+            return self._batchers[ref]
 
     def _pack_inputs(self, *args: Any, **kwargs: Any) -> Boundary:
         return pack_inputs(Inputs(*args, **kwargs), self._spec.inputs, self.fingerprint)

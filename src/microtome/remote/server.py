@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 import warnings
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Self
 
@@ -15,10 +16,11 @@ from torch import nn
 from microtome.endpoints import explain_endpoint
 from microtome.errors import BadFile, BadQuery
 from microtome.remote import protocol
+from microtome.remote.forwarding import ForwardOptions
 from microtome.remote.health import Health
 from microtome.remote.peers import Peers
 from microtome.remote.prometheus import Metrics
-from microtome.remote.security import AuthInterceptor, ServerSecurity, is_loopback
+from microtome.remote.security import AuthInterceptor, Security, ServerSecurity, is_loopback
 from microtome.remote.served_model import ServedModel
 from microtome.remote.service import Service
 from microtome.remote.session_store import SessionLimits
@@ -58,6 +60,7 @@ class Server:
         security: ServerSecurity,
         credentials: grpc.ServerCredentials | None,
         limits: Limits,
+        forwards: ForwardOptions = ForwardOptions(),  # noqa: B008  it is immutable
     ) -> None:
         self.served = served
         self.metrics = Metrics()
@@ -65,6 +68,7 @@ class Server:
         self._security = security
         self._credentials = credentials
         self._limits = limits
+        self._forwards = forwards
         self._ready: Future[asyncio.AbstractEventLoop] = Future()
         self._stop = asyncio.Event()
         self._grace = 0.0
@@ -119,7 +123,7 @@ class Server:
 
     async def _serve(self) -> None:
         peers = Peers()
-        self._service = service = Service(self.served, self._limits, self.metrics, peers)
+        self._service = service = Service(self.served, self._limits, self.metrics, peers, self._forwards)
         try:
             await self._serve_with(service, peers)
         finally:
@@ -197,11 +201,15 @@ def serve(
     sessions: int = 64,
     state_memory: int | str = "1GB",
     session_timeout: float | str = "10min",
+    forward: str | Sequence[str] = (),
+    forward_token: str | None = None,
+    forward_ca: str | None = None,
 ) -> Server:
-    """Serve every cut of a model until the server is stopped.
+    """Serve every cut of a model, or one stage of it, until the server is stopped.
 
     Args:
-        model: The model, in eval mode; or its last stage, from `mt.load_stage`.
+        model: The model, in eval mode; or one of its stages, from `mt.load_stage`. A stage before the last one answers
+            with what crosses its end.
         inputs: Example inputs: a tensor, a tuple, a dict, an `Inputs`, or a shape such as `"1x3x224x224"`.
         listen: The address to listen on; port 0 picks a free one, which `Server.address` has.
         tls_cert: PEM file of the server's certificate, to encrypt connections; `tls_key` is its private key.
@@ -216,6 +224,10 @@ def serve(
             least recently used one ends when there are more.
         state_memory: The most bytes of the states of all sessions, such as `"4GB"`.
         session_timeout: How long a session lasts without a step.
+        forward: The addresses of servers to which this one may send what crosses the end of a stage, so that it does
+            not travel through the client.
+        forward_token: The token that those servers require; `forward_ca`: PEM file of the authority that signed
+            their certificates, to encrypt the connections.
 
     >>> from microtome import zoo
     >>> model, x = zoo.build("tiny-resnet")
@@ -228,6 +240,10 @@ def serve(
     for name, number in (("concurrency", concurrency), ("batch", batch)):
         if not isinstance(number, int) or number < 1:
             raise BadQuery(f"expected a {name} of 1 or more requests, got {number!r}")
+    forward = (forward,) if isinstance(forward, str) else tuple(forward)
+    for address in forward:
+        if error := explain_endpoint(address):
+            raise BadQuery(f"forward: {error}")
     if not isinstance(sessions, int) or sessions < 0:
         raise BadQuery(f"expected a number of sessions of 0 or more, got {sessions!r}")
     security = ServerSecurity(tls_cert, tls_key, client_ca, token)
@@ -238,4 +254,5 @@ def serve(
         raise BadQuery(f"expected max_message of at most {size(_MAX_BOUNDARY_BYTES)}, got {max_message!r}")
     session_limits = SessionLimits(sessions, parse_size(state_memory), parse_seconds(session_timeout))
     limits = Limits(max_bytes, concurrency, batch, parse_seconds(batch_window), session_limits)
-    return Server(served, listen, security, credentials, limits).start()
+    forwards = ForwardOptions(forward, Security(ca=forward_ca, token=forward_token))
+    return Server(served, listen, security, credentials, limits, forwards).start()

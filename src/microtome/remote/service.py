@@ -23,6 +23,7 @@ from microtome import __version__
 from microtome.errors import describe_error
 from microtome.remote import protocol
 from microtome.remote.admission import BytePool, CallLimiter, OpenCall, ReplyBudget, Upload
+from microtome.remote.forwarding import Forwarder, ForwardOptions
 from microtome.remote.logs import MAX_ID_CHARS
 from microtome.remote.peers import Peers
 from microtome.remote.prometheus import Metrics
@@ -60,7 +61,9 @@ class Service:
         failure: Why the device is unusable; None: it works.
     """
 
-    def __init__(self, served: ServedModel, limits: Limits, metrics: Metrics, peers: Peers) -> None:
+    def __init__(
+        self, served: ServedModel, limits: Limits, metrics: Metrics, peers: Peers, forwards: ForwardOptions
+    ) -> None:
         self._served = served
         self._limits = limits
         self._metrics = metrics
@@ -72,7 +75,8 @@ class Service:
         self.profiles = BytePool(_MAX_PROFILES_BYTES)
         self.replies = ReplyBudget(limits.max_message // 2)
         self.sessions = SessionStore(limits.sessions, metrics)
-        self._workers = WorkerPool(served, limits, metrics, self.replies, self.sessions, self._fail)
+        self._forwarder = Forwarder(served, forwards, limits.max_message, self.replies)
+        self._workers = WorkerPool(served, limits, metrics, self.replies, self.sessions, self._forwarder, self._fail)
         self._profiler = ThreadPoolExecutor(1, thread_name_prefix="microtome-profile")
         self._profile: str | None = None
         self._profile_failure: tuple[float, Exception] | None = None
@@ -110,6 +114,9 @@ class Service:
             max_part=self._limits.part_bytes,
             params=self._served.params,
             sessions=self._limits.sessions.number,
+            any_stage=self._served.only is None,
+            ends_at=self._served.ends_at or "",
+            forwards=self._forwarder.addresses,
         )
         await call.write(reply.SerializeToString())
 
@@ -334,4 +341,5 @@ class Service:
 
     def close(self, timeout: float) -> None:
         self._workers.close(timeout)
+        self._forwarder.close()
         self._profiler.shutdown(wait=False, cancel_futures=True)

@@ -19,12 +19,15 @@ from microtome.engine.argument_names import describe_arguments
 from microtome.engine.pytree import accelerators_in
 from microtome.errors import BadFile, BadQuery, MicrotomeError, NoMatch, RemoteError, SensorFailed, Unsupported
 from microtome.remote.autotune import measure_devices, route_of
+from microtome.remote.chain import Chain
 from microtome.remote.client import Remote
 from microtome.remote.connection import Connection
-from microtome.remote.local_model import LocalModel, handshake
+from microtome.remote.handshake import handshake
+from microtome.remote.local_model import LocalModel
 from microtome.remote.payloads import INPUTS
 from microtome.remote.request import Route
 from microtome.remote.security import Security
+from microtome.remote.server_pool import ServerPool
 from microtome.remote.server_probe import measure_link
 from microtome.results.cuts import Cut
 from microtome.results.link import LinkMeasurement
@@ -89,11 +92,12 @@ def sweep(
         raise Unsupported("a sweep needs the whole model on this side: a stage has one cut")
     chosen = _choose(splitter, cuts)
     with closing(Connection(server, security)) as connection:
-        hello = handshake(connection, local, timeout, any_torch=any_torch)
+        hello = handshake(connection, local.model, local.fingerprint, timeout, any_torch=any_torch)
         link = measure_link(connection, max_bytes=min(8 << 20, hello.max_message))
         chosen = _keep_served(chosen, splitter, hello.cuts, server, has_addresses=cuts not in ("all", "dominating"))
         routes = [Route(at, codec) for at in (INPUTS, *(cut.at for cut in chosen)) if at in hello.cuts]
-        remotes = {route: Remote(local, connection, hello, route) for route in (*routes, Route(None, "raw"))}
+        chain = Chain([ServerPool([connection])])
+        remotes = {route: Remote(local, chain, route) for route in (*routes, Route(None, "raw"))}
         experiment = _Experiment(remotes, splitter)
         experiment.measure(repeat, progress)
         joules, energy = experiment.measure_energy(progress)
@@ -155,7 +159,7 @@ class _Experiment:
         for number in range(repeat + 1):
             step = f"round {number} of {repeat}" if number else "getting ready"
             for index, route in enumerate(order):
-                name = CutTiming(*route).name
+                name = CutTiming(route.at, route.codec).name
                 progress(f"{step}, {name}", index + number * len(order), (repeat + 1) * len(order))
                 self._request(route, is_warm_up=number == 0)
             shuffler.shuffle(order)
@@ -196,7 +200,10 @@ class _Experiment:
     def rows(self) -> Iterator[tuple[Route, CutTiming]]:
         for route, records in self._records.items():
             failure = self._failures.get(route)
-            yield route, _summarize(route, records) if failure is None else CutTiming(*route, failed=failure)
+            yield (
+                route,
+                _summarize(route, records) if failure is None else CutTiming(route.at, route.codec, failed=failure),
+            )
 
 
 def _summarize(route: Route, records: Sequence[RequestRecord]) -> CutTiming:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from math import inf
 from queue import Empty, SimpleQueue
 from time import perf_counter
@@ -17,12 +18,14 @@ from microtome.errors import BadQuery, NoMatch
 from microtome.remote import protocol
 from microtome.remote.admission import ReplyBudget
 from microtome.remote.error_kinds import Draining, Late, TooLarge, to_message
+from microtome.remote.forwarding import Forwarder
 from microtome.remote.gate import Gate
 from microtome.remote.logs import MAX_ID_CHARS
 from microtome.remote.payloads import pack_output
 from microtome.remote.prometheus import Metrics
 from microtome.remote.served_model import ServedModel
 from microtome.remote.session_store import ServedSession, SessionLimits, SessionStore
+from microtome.remote.stage_ref import StageRef
 from microtome.split.boundary.boundary import Boundary
 from microtome.split.boundary.codecs import parse_codec
 from microtome.units import size
@@ -77,6 +80,7 @@ class QueuedRequest:
         nbytes: The bytes that it holds while it is queued.
         data: The encoded boundary, until it is decoded; `boundary`: the decoded one, until it is computed.
         step: The step of a session that it is; None: a single pass.
+        stage: The stage that it runs, once that is known; `forward`: the servers of the next stages, in order.
         owner: The stream on which it arrived.
         reply: The message with the output or an error.
         timing: Seconds of each phase.
@@ -85,6 +89,9 @@ class QueuedRequest:
     def __init__(self, header: Any, data: memoryview, owner: object = None) -> None:
         self.id: str = header.id
         self.step: Any = header.step if header.HasField("step") else None
+        self._stage: Any = header.stage if header.HasField("stage") else None
+        self.stage = StageRef.tail("")
+        self.forward: list[tuple[str, ...]] = [tuple(hop.servers) for hop in header.forward]
         self.owner = owner
         self.codec: str = header.codec or "raw"
         self.arrived = perf_counter()
@@ -95,6 +102,11 @@ class QueuedRequest:
         self.at = ""
         self.timing: dict[str, float] = {}
         self.reply: Future[bytes] = Future()
+
+    def set_boundary(self, boundary: Boundary) -> None:
+        """Take the decoded boundary in place of its bytes."""
+        self.data, self.boundary, self.at = None, boundary, boundary.at
+        self.stage = StageRef.tail(self.at) if self._stage is None else StageRef.from_message(self._stage)
 
     def cancel(self) -> None:
         """Cancel the request unless it has begun; in the queue it holds no data from then on."""
@@ -116,6 +128,7 @@ class WorkerPool:
         metrics: Metrics,
         replies: ReplyBudget,
         sessions: SessionStore,
+        forwarder: Forwarder,
         on_failure: Callable[[str], None],
     ) -> None:
         """Start the threads; one of them calls `on_failure` when the device becomes unusable."""
@@ -124,6 +137,7 @@ class WorkerPool:
         self._metrics = metrics
         self._replies = replies
         self._sessions = sessions
+        self._forwarder = forwarder
         self._on_failure = on_failure
         self._failure: str | None = None
         self._gate = Gate()
@@ -178,18 +192,19 @@ class WorkerPool:
 
     def _compute_all(self, requests: list[QueuedRequest]) -> None:
         """Decode requests, and compute those with the same batch key together."""
-        groups: dict[str | int, list[QueuedRequest]] = {}
+        groups: dict[Any, list[QueuedRequest]] = {}
         for request in requests:
             if request.step is not None:
                 self._compute_step(request)
                 continue
             try:
                 boundary = self._decode(request)
-                key = self._served.batch_key(boundary) if len(requests) > 1 else None
+                self._served.check_stage(request.stage, boundary)
+                key = self._served.batch_key(boundary, request.stage) if len(requests) > 1 else None
             except BaseException as error:  # noqa: BLE001  the client is told, and others are served
                 self._fail(request, error)
             else:
-                groups.setdefault(id(request) if key is None else key, []).append(request)
+                groups.setdefault(id(request) if key is None else (request.stage, key), []).append(request)
         for group in groups.values():
             self._compute(group)
 
@@ -199,10 +214,10 @@ class WorkerPool:
         start = perf_counter()
         assert request.data is not None
         data = b"".join((header, request.data)) if header else request.data
-        request.boundary = self._served.decode(data, self._limits.total_bytes)
+        boundary = self._served.decode(data, self._limits.total_bytes)
         request.timing["decode_s"] = perf_counter() - start
-        request.data, request.at = None, request.boundary.at
-        return request.boundary
+        request.set_boundary(boundary)
+        return boundary
 
     def _check(self, request: QueuedRequest) -> None:
         """Raise if a request is late, too large, or names an unknown codec, before anything is computed."""
@@ -263,7 +278,8 @@ class WorkerPool:
     def _compute(self, group: list[QueuedRequest]) -> None:
         start = perf_counter()
         try:
-            outputs = self._served.compute([request.boundary for request in group if request.boundary is not None])
+            boundaries = [request.boundary for request in group if request.boundary is not None]
+            outputs = self._served.compute(boundaries, group[0].stage)
         except BaseException as error:  # noqa: BLE001  whatever the model raises, the client is told
             if len(group) == 1:
                 self._fail(group[0], error)
@@ -278,14 +294,20 @@ class WorkerPool:
         self._metrics.batches.observe(len(group))
         for request, output in zip(group, outputs, strict=True):
             request.timing["run_s"] = run_s
+            if request.forward:
+                self._forward(request, output, len(group))
+                continue
             try:
                 reply = self._encode(request, output, len(group))
             except BaseException as error:  # noqa: BLE001  the output cannot be sent
                 self._fail(request, error)
             else:
-                self._replies.add(len(reply))
-                request.resolve(reply)  # first: metrics and logs delay only the next request
-                self._count(request, len(group))
+                self._resolve(request, reply, len(group))
+
+    def _resolve(self, request: QueuedRequest, reply: bytes, batch: int) -> None:
+        self._replies.add(len(reply))
+        request.resolve(reply)  # first: metrics and logs delay only the next request
+        self._count(request, batch)
 
     def _encode(self, request: QueuedRequest, output: object, batch: int) -> bytes:
         start = perf_counter()
@@ -293,6 +315,20 @@ class WorkerPool:
         request.timing["encode_s"] = perf_counter() - start
         header = protocol.Reply(id=request.id, timing=protocol.Timing(**request.timing, batch=batch))
         return protocol.with_payload(header, data)
+
+    def _forward(self, request: QueuedRequest, output: Any, batch: int) -> None:
+        """Send what crosses the end of the stage to the server of the next one, whose reply is that of the request."""
+        request.boundary = None
+
+        def answer(reply: bytes) -> None:
+            self._resolve(request, reply, batch)
+
+        try:
+            if not isinstance(output, Boundary):
+                raise BadQuery("expected a stage before the last one, got servers to forward the output to")
+            self._forwarder.send(request, output, batch, answer, partial(self._fail, request))
+        except BaseException as error:  # noqa: BLE001  the client is told
+            self._fail(request, error)
 
     def _count(self, request: QueuedRequest, batch: int) -> None:
         self._metrics.requests.labels(request.at).inc()

@@ -26,6 +26,8 @@ PHASES: dict[str, tuple[str, ...]] = {
     "decode": ("decode_s",),
     "total": ("total_s",),
 }
+#: The end of the year 9999, in seconds since the epoch: `datetime` has no later time.
+_MAX_WHEN_S = 253_402_300_800.0
 #: The phases of every request.
 _ALWAYS = ("head", "total")
 
@@ -52,19 +54,37 @@ class CutMove(NamedTuple):
     why: str
 
 
+class HopRecord(NamedTuple):
+    """The seconds that a request spent at one server of a chain.
+
+    Attributes:
+        server: Its address.
+        queue_s: Seconds that the request waited there.
+        run_s: Seconds of the stage; `decode_s`, `encode_s`: of what crosses its beginning and its end.
+    """
+
+    server: str
+    decode_s: float
+    queue_s: float
+    run_s: float
+    encode_s: float
+
+
 @dataclass(frozen=True)
 class RequestRecord:
     """The outcome of a request and the time of each phase.
 
     Attributes:
-        at: The cut; None: all of it ran here. `""`: the inputs were sent.
+        at: The first cut; None: all of it ran here. `""`: the inputs were sent.
         where: `"cloud"` or `"edge"`: where it ended; `"nowhere"`: it failed.
         head_s: Seconds of each phase; `wire_s` is what neither side accounts for.
-        tail_s: Seconds of the tail, wherever it ran.
-        sent_bytes: Bytes of the request with its envelope.
+        tail_s: Seconds of the tail, wherever it ran; of a chain, the sum of the stages on servers.
+        last_s: Seconds of the last stage, if this device ran it after the servers.
+        sent_bytes: Bytes of the request with its envelope; of a chain, all that this device sent.
         attempts: The number of times it was sent.
         reason: Why it fell back to the edge, or failed.
         alone: Whether no other request of this client was in flight.
+        hops: The servers of a chain, in order; empty for one server.
     """
 
     at: str | None
@@ -78,12 +98,14 @@ class RequestRecord:
     tail_s: float = 0.0
     server_encode_s: float = 0.0
     decode_s: float = 0.0
+    last_s: float = 0.0
     total_s: float = 0.0
     sent_bytes: int = 0
     received_bytes: int = 0
     attempts: int = 0
     reason: str | None = None
     alone: bool = False
+    hops: tuple[HopRecord, ...] = ()
     began: float = field(default_factory=perf_counter, repr=False)
 
 
@@ -153,6 +175,8 @@ class RequestLog(Result, kind="run"):
             requests = self.requests if name in _ALWAYS else encoded if name == "encode" else self._on_cloud
             phases[name] = _percentiles(sum(getattr(sent, field) for field in fields) for sent in requests)
         total = phases.pop("total")
+        if any(sent.last_s for sent in self.requests):
+            phases["last stage here"] = _percentiles(sent.last_s for sent in self._on_cloud)
         if (tail_here := _percentiles(sent.tail_s for sent in self.on_edge)) is not None:
             phases["tail here"] = tail_here
         return {**phases, "total": total}
@@ -197,6 +221,9 @@ class RequestLog(Result, kind="run"):
     def check(self) -> None:
         if not self.requests and self.samples:
             raise ValueError(f"expected no samples without requests, got {self.samples}")
+        for move in self.moves:
+            if not 0 <= move.when_s < _MAX_WHEN_S:
+                raise ValueError(f"expected the time of a move in seconds since 1970, got {move.when_s!r:.80}")
 
     def __repr__(self) -> str:
         edge = f"{len(self.on_edge)} on the edge"

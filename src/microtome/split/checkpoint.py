@@ -225,6 +225,11 @@ def load_stage(
     return stage
 
 
+def saved_cuts(folder: File) -> list[str]:
+    """Return the addresses of the cuts between the stages in a folder."""
+    return list(_read_plan(Path(folder)).at)
+
+
 def _split_again(model: nn.Module, saved: _SavedSplit, description: SplitDescription, file: Path) -> Variant:
     """Split a model without weights as it was split before."""
     from microtome.split.splitter import load_variant  # it imports this module

@@ -96,10 +96,14 @@ class Splitter:
 
     def cut(self, where: Any) -> Cut:
         """The one cut that a user names."""
-        chosen = _choose_cuts(self.cuts, where)
+        chosen = self.choose(where)
         if len(chosen) > 1:
             raise BadQuery(f"expected one cut, got {len(chosen)}: {where!r:.200}")
         return chosen[0]
+
+    def choose(self, where: Any) -> list[Cut]:
+        """The cuts that a user names, in the order in which they are run."""
+        return _choose_cuts(self.cuts, where)
 
     def at(self, where: Any, *, verify: bool = True, load: str | int | None = None) -> Stages:
         """See `microtome.split`."""

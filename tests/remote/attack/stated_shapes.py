@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from itertools import cycle
+from uuid import uuid4
 
 import torch
 
 import microtome as mt
 from microtome import zoo
 from microtome.errors import RemoteError
-from microtome.inputs import Inputs
+from microtome.remote import protocol
 from microtome.remote.connection import Connection
-from microtome.remote.request import RemoteRequest, Route
+from microtome.remote.message import Message
 from microtome.remote.security import Security
 from microtome.split.boundary.boundary import Boundary
 from tests.remote.attack.harness import MAX_MESSAGE, Outcome, Tally, Target, attack_server
@@ -40,12 +41,12 @@ def attack(target: Target) -> Tally:
             if target.is_over():
                 break
             for forged, codec in lie(boundary):
-                request = RemoteRequest(Inputs(), Route(forged.at, codec))
-                request.encode(forged)
+                message = Message(protocol.Request(id=uuid4().hex, codec=codec))
+                message.encode(forged)
                 tally.tried += 1
-                connection.submit(request)
+                connection.submit(message)
                 try:
-                    request.reply.result(60.0)
+                    message.reply.result(60.0)
                 except RemoteError as error:
                     tally.held += error.kind in ("BAD_REQUEST", "TOO_LARGE")
     return tally

@@ -13,7 +13,7 @@ import click
 
 from microtome.cli.completion import complete_file
 from microtome.cli.interrupts import import_torch
-from microtome.cli.options.connection import connection_options, server_option
+from microtome.cli.options.connection import check_servers, connection_options
 from microtome.cli.options.durations import positive_duration
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
 from microtome.cli.options.outputs import Outputs, check_distinct, output_options
@@ -31,18 +31,24 @@ _DATA = ".npy of (samples, …), or a folder of .npy or images (default: the exa
 _TO = "Write the outputs: one file per request, or one F.safetensors."
 _DEADLINE = "Time that a request may take, in seconds or such as 100ms; after that, this machine computes the output."
 _NO_FALLBACK = "Fail if the server goes away or misses the deadline: compute nothing of its part here."
-_AT = "Cut: an address of `microtome cuts`; auto: the fastest; (input): send the inputs."
+_AT = "Cut: an address of `microtome cuts`; auto: the fastest; (input): send the inputs. Repeat it for a chain."
+_SERVER = (
+    "Address of the server. Repeat it for a chain, once for each --at; with one less, the last stage runs here. "
+    "A,B: several servers of one stage."
+)
 
 
 @click.command()
 @model_options("stages", "weights", "device")
-@server_option
+@click.option(
+    "--server", "servers", required=True, multiple=True, metavar="HOST:PORT", callback=check_servers, help=_SERVER
+)
 @click.option("--data", metavar="FOLDER_OR_NPY", shell_complete=complete_file, help=_DATA)
 @click.option(
     "--repeat", type=click.IntRange(min=1), metavar="N", help="Number of requests without --data (default: 100)."
 )
 @click.option("--batch", type=click.IntRange(min=1), default=1, metavar="N", help="Samples per request.")
-@click.option("--at", default="auto", metavar="ADDRESS", help=_AT)
+@click.option("--at", multiple=True, metavar="ADDRESS", help=f"{_AT} (default: auto)")
 @click.option("--codec", default="auto", metavar="NAME", help="Codec of the boundary, such as raw, zstd or fp16.")
 @click.option("--deadline", type=positive_duration, metavar="T", help=_DEADLINE)
 @click.option("--no-fallback", is_flag=True, help=_NO_FALLBACK)
@@ -57,7 +63,8 @@ _AT = "Cut: an address of `microtome cuts`; auto: the fastest; (input): send the
 def run(
     *,
     model: ModelOptions,
-    server: str,
+    servers: list[list[str]],
+    at: tuple[str, ...],
     data: str | None,
     repeat: int | None,
     batch: int,
@@ -83,12 +90,13 @@ def run(
     from microtome.remote.connect import connect
     from microtome.results.requests import RequestLog, cut_moves
 
-    target, resolved = model.load(0)
+    target, cuts, resolved = _load(model, at, len(servers))
     example = resolved.inputs
     items, total = _make_items(data, repeat or 100, batch, example)
+    server = " → ".join(map(", ".join, servers))
     with show_progress(f"connecting to {server}"), wrap_model_errors(resolved):
         fallback = None if no_fallback else "local"
-        remote = connect(target, example, server, fallback=fallback, **options, **asdict(security))
+        remote = connect(target, example, servers=servers, at=cuts, fallback=fallback, **options, **asdict(security))
     with remote, open_tensors(to) as write_output, show_progress(f"running {model.name}") as progress:
         with wrap_model_errors(resolved):
             _warm_up(remote, example, warmup)
@@ -117,6 +125,21 @@ def run(
     outputs.write_result(log, perfetto=log.to_perfetto)
     if to is not None:
         click.echo(f"written: {describe_tensors(to)}", err=True)
+
+
+def _load(model: ModelOptions, at: tuple[str, ...], num_servers: int) -> tuple[Any, Any, Resolved]:
+    """Return the model, or the stages that run here, the cuts, and what was built."""
+    cuts: Any = list(at) if len(at) > 1 else at[0] if at else "auto"
+    if model.stages is None:
+        whole, resolved = model.load(0)
+        return whole, cuts, resolved
+    from microtome.split.checkpoint import saved_cuts
+
+    cuts = cuts if at else saved_cuts(model.stages)
+    first, resolved = model.load(0)
+    if not isinstance(cuts, list) or num_servers >= len(cuts):
+        return first, cuts, resolved
+    return [first, model.load(-1)[0]], cuts, resolved
 
 
 def _make_items(data: str | None, repeat: int, batch: int, example: Inputs) -> tuple[Iterator[Inputs], int]:

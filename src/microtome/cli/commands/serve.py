@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from microtome.cli.interrupts import import_torch
-from microtome.cli.options.connection import check_server, file_option
+from microtome.cli.options.connection import check_addresses, check_server, file_option
 from microtome.cli.options.durations import duration
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
 from microtome.cli.progress import show_progress
@@ -21,12 +21,15 @@ from microtome.units import plural
 #: Parameters of mallopt in glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _TRIM_BYTES, _MMAP_BYTES = 64 << 20, 32 << 20
+_STAGE = "Number of the stage of --stages to serve, from 0; one before the last answers with what crosses its end."
+_FORWARD = "Server of the next stage, to which this one may send what crosses the end of its own; repeatable."
 _GRACE = "Time to drain on SIGTERM, in seconds or such as 1min."
 _SESSIONS = "Maximum number of sessions, each with the state of one sequence, such as a KV cache; 0: none."
 
 
 @click.command()
 @model_options("stages", "weights", "device")
+@click.option("--stage", type=click.IntRange(min=0), metavar="N", help=f"{_STAGE} (default: the last)")
 @click.option(
     "--listen",
     default="127.0.0.1:7070",
@@ -51,6 +54,9 @@ _SESSIONS = "Maximum number of sessions, each with the state of one sequence, su
 @click.option("--sessions", type=click.IntRange(min=0), default=64, metavar="N", help=_SESSIONS)
 @click.option("--state-memory", default="1GB", metavar="SIZE", help="Maximum size of the states of all sessions.")
 @click.option("--session-timeout", default="10min", metavar="T", help="How long a session lasts without a step.")
+@click.option("--forward", multiple=True, metavar="HOST:PORT", callback=check_addresses, help=_FORWARD)
+@file_option("--forward-token-file", "Token for the servers of --forward.")
+@file_option("--forward-ca", "Authority that signed the certificates of the servers of --forward, PEM; encrypts.")
 @click.option("--metrics", metavar=":PORT", help="Serve Prometheus metrics on this port.")
 @click.option("--grace", type=duration, default=10.0, metavar="T", help=_GRACE)
 @click.option(
@@ -62,17 +68,21 @@ _SESSIONS = "Maximum number of sessions, each with the state of one sequence, su
 def serve(
     *,
     model: ModelOptions,
+    stage: int | None,
     token_file: str | None,
+    forward_token_file: str | None,
     metrics: str | None,
     grace: float,
     log_level: str,
     **options: Any,
 ) -> None:
-    """Serve every cut of a model: clients run the head, the server runs the tail.
+    """Serve every cut of a model: clients run the head, the server runs the tail. Or serve one of its stages.
 
     MODEL is as for `microtome profile`. Listens on loopback by default. On SIGTERM or Ctrl-C, the server answers the
     requests that it has received, and exits.
     """
+    if stage is not None and model.stages is None:
+        raise click.UsageError("--stage is the number of a stage in a folder: add --stages FOLDER")
     import_torch()
     from microtome.remote.logs import log_to_stderr
     from microtome.remote.peers import raise_descriptor_limit
@@ -83,9 +93,10 @@ def serve(
     raise_descriptor_limit()
     log_to_stderr(log_level)
     token = None if token_file is None else read_token(token_file)
-    target, resolved = model.load(-1)
+    forward_token = None if forward_token_file is None else read_token(forward_token_file)
+    target, resolved = model.load(-1 if stage is None else stage)
     with show_progress(f"analysing {model.name}"), wrap_model_errors(resolved):
-        server = start(target, resolved.inputs, token=token, **options)
+        server = start(target, resolved.inputs, token=token, forward_token=forward_token, **options)
     ended = threading.Event()
     try:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -93,7 +104,10 @@ def serve(
         if metrics is not None:
             server.metrics.listen(metrics)
         gc.freeze()  # the model lives as long as the process: later collections can skip it
-        click.echo(f"{model.name} is served at {server.address}, {plural(len(server.served.cuts), 'cut')}")
+        served = server.served
+        whole = plural(len(served.cuts), "cut")
+        what = whole if served.only is None else f"stage {served.only.index}, {served.describe_stage()}"
+        click.echo(f"{model.name} is served at {server.address}, {what}")
         while not ended.wait(0.5) and not server.wait(0) and server.failure is None:
             pass
     finally:

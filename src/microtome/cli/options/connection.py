@@ -23,6 +23,18 @@ def check_server(context: click.Context, parameter: click.Parameter, address: st
     return address
 
 
+def check_addresses(context: click.Context, parameter: click.Parameter, addresses: tuple[str, ...]) -> tuple[str, ...]:
+    """Check the addresses of several servers."""
+    for address in addresses:
+        check_server(context, parameter, address)
+    return addresses
+
+
+def check_servers(context: click.Context, parameter: click.Parameter, stages: tuple[str, ...]) -> list[list[str]]:
+    """Check the addresses of the servers of each stage; several of one stage are separated by commas."""
+    return [list(check_addresses(context, parameter, tuple(stage.split(",")))) for stage in stages]
+
+
 server_option = click.option(
     "--server", required=True, metavar="HOST:PORT", callback=check_server, help="Address of the server."
 )

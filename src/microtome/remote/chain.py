@@ -1,0 +1,175 @@
+"""The way of a request over the servers of several stages."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from microtome.addresses import INPUT
+from microtome.errors import RemoteError
+from microtome.remote import protocol
+from microtome.remote.error_kinds import TRANSIENT
+from microtome.remote.message import Message
+from microtome.remote.request import RemoteRequest, Route
+from microtome.remote.server_pool import ServerPool
+from microtome.remote.stage_ref import StageRef
+from microtome.units import size
+
+log = logging.getLogger("microtome.remote")
+
+
+class Chain:
+    """The servers of the stages that do not run here, in order.
+
+    A server replies with what crosses the end of its stage, which is sent to the next one; or it sends that itself, if
+    it is allowed to. The last reply is that of the request.
+
+    Attributes:
+        pools: The servers of each stage.
+    """
+
+    def __init__(self, pools: Sequence[ServerPool]) -> None:
+        self.pools = tuple(pools)
+
+    @property
+    def address(self) -> str:
+        return " → ".join(pool.address for pool in self.pools)
+
+    @property
+    def down_reason(self) -> str | None:
+        """Why a stage has no server; None: each has one."""
+        return next((pool.down_reason for pool in self.pools if pool.down_reason is not None), None)
+
+    def is_idle(self) -> bool:
+        """Whether no request waits for a reply."""
+        return all(pool.is_idle() for pool in self.pools)
+
+    def ends_here(self, route: Route) -> bool:
+        """Whether this device runs the last stage, after the servers."""
+        return route.at is not None and route.first_stage + len(self.pools) == len(route.cuts)
+
+    def submit(self, request: RemoteRequest, retry_until: float, reply_bytes: Sequence[int]) -> None:
+        """Send the boundary of a request to the first server.
+
+        Args:
+            retry_until: Until when it is sent again after a broken stream.
+            reply_bytes: The most bytes of the reply of each server.
+
+        Raises:
+            RemoteError: The server does not accept so many bytes.
+        """
+        journey = _Journey(self.pools, request, retry_until, reply_bytes)
+        assert request.boundary is not None
+        with request.timed("encode_s"):
+            message = journey.make_message(0)
+            message.encode(request.boundary)
+        journey.check_size(0, max(message.nbytes, request.boundary.nbytes))  # encoded, and decoded
+        request.mark_sent(is_alone=self.is_idle())
+        journey.send(message, 0)
+
+    def cancel(self, request: RemoteRequest) -> None:
+        """Stop waiting for a request."""
+        request.is_cancelled = True
+        if request.message is not None:
+            for pool in self.pools:
+                pool.cancel(request.message)
+
+    def close(self) -> None:
+        for pool in self.pools:
+            pool.close()
+
+
+class _Journey:
+    """One request on its way over the servers. It advances in the threads of their connections."""
+
+    def __init__(
+        self, pools: Sequence[ServerPool], request: RemoteRequest, retry_until: float, reply_bytes: Sequence[int]
+    ) -> None:
+        self._pools = pools
+        self._request = request
+        self._retry_until = retry_until
+        self._reply_bytes = reply_bytes
+        self._may_forward = True
+
+    def make_message(self, hop: int) -> Message:
+        """Return a message to the servers of one stage, without a boundary."""
+        route = self._request.route
+        if not route.later:  # one server, which runs everything after the cut
+            return self._request.make_message(self._reply_bytes[0])
+        stage = StageRef(route.cuts, route.first_stage + hop)
+        last = hop + self._num_forwards(hop)
+        forward = [
+            protocol.Hop(servers=[connection.address for connection in pool.connections])
+            for pool in self._pools[hop + 1 : last + 1]
+        ]
+        return self._request.make_message(self._reply_bytes[last], stage=stage.to_message(), forward=forward)
+
+    def _num_forwards(self, hop: int) -> int:
+        """Return for how many stages a server forwards the request: to servers that each of those before it allows."""
+        number = 0
+        while self._may_forward and hop + number + 1 < len(self._pools):
+            pool, after = self._pools[hop + number], self._pools[hop + number + 1]
+            addresses = {connection.address for connection in after.connections}
+            if not all(addresses.intersection(connection.hello.forwards) for connection in pool.connections):
+                break
+            number += 1
+        return number
+
+    def check_size(self, hop: int, nbytes: int) -> None:
+        """Raise if a server of a stage does not accept a boundary of so many bytes."""
+        limit = min(connection.hello.max_message for connection in self._pools[hop].connections)
+        if nbytes > limit:
+            at = (self._request.route.at, *self._request.route.later)[hop]
+            raise too_large(nbytes, at, self._pools[hop].address, limit)
+
+    def send(self, message: Message, hop: int) -> None:
+        message.retry_until = self._retry_until
+        self._request.message = message
+        message.reply.add_done_callback(partial(self._on_reply, message, hop))
+        self._pools[hop].submit(message)
+
+    def _on_reply(self, message: Message, hop: int, reply: Future[Any]) -> None:
+        if self._request.is_cancelled:
+            return
+        try:
+            self._advance(message, hop, reply)
+        except BaseException as error:  # noqa: BLE001  raised where the output is waited for
+            self._request.reply.set_exception(error)
+
+    def _advance(self, message: Message, hop: int, future: Future[Any]) -> None:
+        """Send what crosses the end of a stage to the servers of the next one, or end with the last reply."""
+        request, forwards = self._request, self._num_forwards(hop)
+        error = future.exception()
+        if isinstance(error, RemoteError) and error.kind in TRANSIENT and forwards:
+            log.warning("sending the boundaries of a chain through the client", extra={"reason": str(error)})
+            self._may_forward = False
+            again = self.make_message(hop)
+            again.set_payload(message.payload)
+            self.send(again, hop)
+            return
+        reply = future.result()
+        if len(reply.forwarded) != forwards:
+            server = self._pools[hop].address
+            raise RemoteError(f"{server} forwarded a request {len(reply.forwarded)} times, not {forwards}", "UNKNOWN")
+        request.add_reply(message, reply)
+        after = hop + forwards + 1
+        if after == len(self._pools):
+            request.reply.set_result(reply)
+            return
+        request.payload, request.stage = reply.output, request.route.first_stage + after
+        self.check_size(after, len(reply.output))
+        following = self.make_message(after)
+        following.set_payload(reply.output)
+        self.send(following, after)
+
+
+def too_large(nbytes: int, at: str | None, server: str, limit: int) -> RemoteError:
+    """Return the error of a boundary that is larger than a server accepts."""
+    return RemoteError(
+        f"{size(nbytes)} cross at {at or INPUT!r}, and {server} accepts {size(limit)}: raise --max-message there, or "
+        "cut elsewhere",
+        "TOO_LARGE",
+    )

@@ -1,0 +1,147 @@
+"""Forward what crosses the end of a stage to the next server, so that it does not travel through the client."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from math import inf
+from time import monotonic, perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from microtome.errors import MicrotomeError, NoMatch, RemoteError
+from microtome.remote import protocol
+from microtome.remote.admission import ReplyBudget
+from microtome.remote.connection import Connection
+from microtome.remote.error_kinds import TooLarge
+from microtome.remote.handshake import handshake
+from microtome.remote.logs import MAX_ID_CHARS
+from microtome.remote.message import Message
+from microtome.remote.security import Security
+from microtome.remote.served_model import ServedModel
+from microtome.remote.server_pool import ServerPool
+from microtome.split.boundary.boundary import Boundary
+from microtome.units import size
+
+if TYPE_CHECKING:
+    from microtome.remote.worker import QueuedRequest
+
+log = logging.getLogger("microtome.remote")
+
+#: Seconds for the handshake with a server, and for which a message is sent again after a broken stream.
+_HANDSHAKE_S, _RESEND_FOR_S = 5.0, 2.0
+
+
+class ForwardOptions(NamedTuple):
+    """The servers to which a server may forward requests, and the TLS and token to connect with."""
+
+    addresses: tuple[str, ...] = ()
+    security: Security = Security()
+
+
+class Forwarder:
+    """The servers to which this one sends boundaries, and the requests that wait for their replies.
+
+    Attributes:
+        addresses: The servers that the operator allows: a client cannot make this server connect to others.
+    """
+
+    def __init__(self, served: ServedModel, options: ForwardOptions, max_reply: int, replies: ReplyBudget) -> None:
+        """Connect to a server when the first request for it comes.
+
+        Args:
+            max_reply: The most bytes of a reply.
+            replies: Counts the bytes of boundaries on their way, as it does those of replies.
+        """
+        self.addresses = options.addresses
+        self._served = served
+        self._security = options.security
+        self._max_reply = max_reply
+        self._replies = replies
+        self._lock = threading.Lock()
+        self._connections: dict[str, Connection] = {}
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix="microtome-forward")
+
+    def send(
+        self,
+        request: QueuedRequest,
+        boundary: Boundary,
+        batch: int,
+        answer: Callable[[bytes], None],
+        fail: Callable[[BaseException], None],
+    ) -> None:
+        """Send the boundary to the next server, without waiting for it.
+
+        Args:
+            batch: The number of requests that were computed together.
+            answer: Called with the message of the reply; `fail`: with the error if there is none.
+        """
+        servers = [address for address in request.forward[0] if address in self.addresses]
+        if not servers:
+            named = ", ".join(request.forward[0])
+            raise NoMatch(f"this server does not forward to {named!r:.200}: allow it with --forward")
+        header = protocol.Request(
+            id=request.id,
+            codec=request.codec,
+            stage=request.stage.following.to_message(),
+            forward=[protocol.Hop(servers=hop) for hop in request.forward[1:]],
+        )
+        left_s = request.deadline - perf_counter()
+        deadline = None if left_s == inf else monotonic() + left_s
+        message = Message(header, deadline=deadline, reply_bytes=self._max_reply)
+        message.reply.add_done_callback(partial(self._on_reply, request, message, batch, answer, fail))
+        self._sender.submit(self._send, request, message, boundary, servers)
+
+    def _send(self, request: QueuedRequest, message: Message, boundary: Boundary, servers: list[str]) -> None:
+        start = perf_counter()
+        try:
+            pool = ServerPool(list(map(self._connect, servers)))
+            message.encode(boundary)
+            request.timing["encode_s"] = perf_counter() - start
+            limit = min(connection.hello.max_message for connection in pool.connections)
+            if message.nbytes > limit:
+                raise TooLarge(f"{pool.address} accepts {size(limit)}, got a boundary of {size(message.nbytes)}")
+            message.retry_until = min(monotonic() + _RESEND_FOR_S, message.deadline or inf)
+            self._replies.add(message.nbytes)
+            message.reply.add_done_callback(lambda _: self._replies.remove(message.nbytes))
+            pool.submit(message)
+        except MicrotomeError as error:
+            message.reply.set_exception(error)
+
+    def _connect(self, address: str) -> Connection:
+        """Return the connection to a server, after a handshake."""
+        with self._lock:
+            if address not in self._connections:
+                self._connections[address] = Connection(address, self._security)
+            connection = self._connections[address]
+        if connection.hello is None:
+            handshake(connection, self._served.model, self._served.fingerprint, _HANDSHAKE_S, any_torch=True)
+        return connection
+
+    def _on_reply(
+        self,
+        request: QueuedRequest,
+        message: Message,
+        batch: int,
+        answer: Callable[[bytes], None],
+        fail: Callable[[BaseException], None],
+        future: Future[Any],
+    ) -> None:
+        if (error := future.exception()) is not None:
+            extra = {"request": request.id[:MAX_ID_CHARS], "servers": list(request.forward[0])}
+            log.warning("the next server did not answer", extra=extra)
+            fail(error if isinstance(error, RemoteError) else RemoteError(str(error), "UNREACHABLE"))
+            return
+        reply = future.result()
+        assert message.connection is not None
+        reply.timing.server = message.connection.address
+        timing = protocol.Timing(**request.timing, batch=batch)
+        header = protocol.Reply(id=request.id, timing=timing, forwarded=[reply.timing, *reply.forwarded])
+        answer(protocol.with_payload(header, reply.output))
+
+    def close(self) -> None:
+        self._sender.shutdown(wait=True, cancel_futures=True)
+        for connection in self._connections.values():
+            connection.close()

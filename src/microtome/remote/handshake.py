@@ -1,0 +1,64 @@
+"""The handshake with a server: the same protocol, model and torch on both sides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from microtome import __version__
+from microtome.errors import RemoteError
+from microtome.remote import protocol
+from microtome.remote.connection import Connection
+from microtome.units import count
+
+
+def handshake(connection: Connection, model: nn.Module, fingerprint: str, timeout: float, *, any_torch: bool) -> Any:
+    """Call `Hello`, and return the reply if the server has the same model, protocol and torch.
+
+    The connection keeps the reply, too.
+    """
+    request = protocol.HelloRequest(
+        protocol=protocol.PROTOCOL, microtome=__version__, torch=torch.__version__, fingerprint=fingerprint
+    )
+    reply = connection.call("Hello", request, timeout)
+    if reply.protocol != protocol.PROTOCOL:
+        raise RemoteError(
+            f"{connection.address} speaks version {reply.protocol} of the protocol (microtome {reply.microtome}), and "
+            f"this is version {protocol.PROTOCOL} (microtome {__version__})",
+            "REFUSED",
+        )
+    if reply.fingerprint != fingerprint:
+        raise RemoteError(_describe_difference(connection, model, fingerprint, reply), "WRONG_MODEL")
+    if _release(reply.torch) != _release(torch.__version__) and not any_torch:
+        raise RemoteError(
+            f"torch is {torch.__version__} here and {reply.torch} at {connection.address}: results may differ in the "
+            "last bits. Install the same version, or allow it with any_torch=True",
+            "REFUSED",
+        )
+    connection.max_part = reply.max_part or None
+    connection.hello = reply
+    return reply
+
+
+def _describe_difference(connection: Connection, model: nn.Module, fingerprint: str, reply: Any) -> str:
+    here, there = type(model).__name__, reply.model
+    (structure, values), (their_structure, their_values) = (
+        one.partition("-")[::2] for one in (fingerprint, reply.fingerprint)
+    )
+    has_same_structure = structure == their_structure
+    advice = "Load the same model with the same weights on both sides"
+    if values == their_values != "unknown":  # of meta tensors
+        advice = "The weights are equal: pass the same example inputs (--input) and run the same code on both sides"
+    if not has_same_structure and reply.params:  # 0 from a server of an older microtome
+        here += f" with {count(sum(parameter.numel() for parameter in model.parameters()))} parameters"
+        there += f" with {count(reply.params)} parameters"
+    return (
+        f"the {'weights' if has_same_structure else 'structure'} of {here} here and of {there} at "
+        f"{connection.address} differ: the fingerprints are {fingerprint} and {reply.fingerprint}. {advice}"
+    )
+
+
+def _release(version: str) -> str:
+    return version.partition("+")[0]

@@ -1,0 +1,84 @@
+"""Several servers of one stage, used in turn; one that fails is left out until it is back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import partial
+from itertools import count
+from time import monotonic
+
+from microtome.errors import RemoteError
+from microtome.remote.connection import Connection
+from microtome.remote.message import Message
+
+#: Kinds of errors after which another server may answer.
+_ANOTHER_MAY_ANSWER = frozenset({"UNREACHABLE", "DRAINING", "OUT_OF_MEMORY"})
+
+
+class ServerPool:
+    """The connections to the servers of one stage.
+
+    Attributes:
+        connections: A connection to each of them.
+    """
+
+    def __init__(self, connections: Sequence[Connection]) -> None:
+        self.connections = tuple(connections)
+        self._turns = count(random.randrange(len(self.connections)))  # clients begin with different servers
+
+    @property
+    def address(self) -> str:
+        return ", ".join(connection.address for connection in self.connections)
+
+    @property
+    def down_reason(self) -> str | None:
+        """Why none of the servers can be reached; None: one can."""
+        reasons = [connection.down_reason for connection in self.connections]
+        return None if None in reasons else reasons[0]
+
+    def is_idle(self) -> bool:
+        """Whether no message waits for a reply."""
+        return all(connection.is_idle() for connection in self.connections)
+
+    def next(self, *, but: Connection | None = None) -> Connection:
+        """Return the server whose turn it is, of those that are up; if none is, of all.
+
+        Args:
+            but: A server that has just failed.
+        """
+        others = [connection for connection in self.connections if connection is not but] or self.connections
+        up = [connection for connection in others if connection.down_reason is None]
+        return (up or others)[next(self._turns) % len(up or others)]
+
+    def submit(self, message: Message) -> None:
+        """Send a message to the next server, and to another one if that fails before `retry_until`."""
+        connection = self.next()
+        if len(self.connections) > 1:
+            message.failover = partial(self._fail_over, message, connection, message.retry_until)
+            message.retry_until = 0.0  # another server is asked, not the same one again
+        message.connection = connection
+        connection.submit(message)
+
+    def _fail_over(self, message: Message, failed: Connection, until: float, error: RemoteError) -> bool:
+        """Send a message to another server after an error; return False if it must be reported."""
+        if error.kind not in _ANOTHER_MAY_ANSWER or monotonic() > until:
+            return False
+        connection = self.next(but=failed)
+        message.failover = partial(self._fail_over, message, connection, until)
+        message.connection = connection
+        try:
+            connection.submit(message)
+        except RemoteError:  # it was closed
+            return False
+        return True
+
+    def cancel(self, message: Message) -> None:
+        """Stop waiting for a reply."""
+        message.failover = None
+        for connection in self.connections:
+            connection.cancel(message)
+
+    def close(self) -> None:
+        for connection in self.connections:
+            connection.close()
