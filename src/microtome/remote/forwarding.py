@@ -78,15 +78,15 @@ class Forwarder:
             batch: The number of requests that were computed together.
             answer: Called with the message of the reply; `fail`: with the error if there is none.
         """
-        servers = [address for address in request.forward[0] if address in self.addresses]
+        servers = [address for address in request.next_hops[0] if address in self.addresses]
         if not servers:
-            named = ", ".join(request.forward[0])
+            named = ", ".join(request.next_hops[0])
             raise NoMatch(f"this server does not forward to {named!r:.200}: allow it with --forward")
         header = protocol.Request(
             id=request.id,
             codec=request.codec,
             stage=request.stage.following.to_message(),
-            forward=[protocol.Hop(servers=hop) for hop in request.forward[1:]],
+            forward=[protocol.Hop(servers=hop) for hop in request.next_hops[1:]],
         )
         left_s = request.deadline - perf_counter()
         deadline = None if left_s == inf else monotonic() + left_s
@@ -130,7 +130,7 @@ class Forwarder:
         future: Future[Any],
     ) -> None:
         if (error := future.exception()) is not None:
-            extra = {"request": request.id[:MAX_ID_CHARS], "servers": list(request.forward[0])}
+            extra = {"request": request.id[:MAX_ID_CHARS], "servers": list(request.next_hops[0])}
             log.warning("the next server did not answer", extra=extra)
             fail(error if isinstance(error, RemoteError) else RemoteError(str(error), "UNREACHABLE"))
             return

@@ -91,7 +91,7 @@ class QueuedRequest:
         self.step: Any = header.step if header.HasField("step") else None
         self._stage: Any = header.stage if header.HasField("stage") else None
         self.stage = StageRef.tail("")
-        self.forward: list[tuple[str, ...]] = [tuple(hop.servers) for hop in header.forward]
+        self.next_hops: list[tuple[str, ...]] = [tuple(hop.servers) for hop in header.forward]
         self.owner = owner
         self.codec: str = header.codec or "raw"
         self.arrived = perf_counter()
@@ -294,7 +294,7 @@ class WorkerPool:
         self._metrics.batches.observe(len(group))
         for request, output in zip(group, outputs, strict=True):
             request.timing["run_s"] = run_s
-            if request.forward:
+            if request.next_hops:
                 self._forward(request, output, len(group))
                 continue
             try:
