@@ -32,6 +32,7 @@ LINES = [
     ["profile", "capture", "track", "split"],
     ["load", "plan"],
     ["remote"],
+    ["scale"],
     ["report"],
     ["zoo"],
     ["compat"],
