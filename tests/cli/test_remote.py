@@ -26,6 +26,7 @@ from microtome.remote.server import Server
 from microtome.report.formats import text
 from microtome.results.requests import RequestLog
 from microtome.results.sweep import Sweep
+from tests.remote.process import ServerProcess
 from tests.report.timed import check_chrome
 
 MODEL = "zoo:tiny-resnet"
@@ -33,6 +34,12 @@ MODEL = "zoo:tiny-resnet"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
+    with mt.serve(*zoo.build("tiny-resnet"), listen="127.0.0.1:0") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def second() -> Iterator[Server]:
     with mt.serve(*zoo.build("tiny-resnet"), listen="127.0.0.1:0") as server:
         yield server
 
@@ -203,6 +210,76 @@ def test_the_first_stage_alone_is_enough(server: Server, tmp_path: Path) -> None
     other = call("run", MODEL, "--server", server.address, *words, "--at", "layer2")
     assert other.exit_code == 2
     assert "only the stage up to 'layer1' is here" in other.output
+
+
+# -- chains ------------------------------------------------------------------------------------------------------------
+
+
+def outputs_of(data: Path, to: Path) -> torch.Tensor:
+    model, _ = zoo.build("tiny-resnet")
+    with torch.no_grad():
+        expected: torch.Tensor = model(torch.from_numpy(np.load(data)).float())
+    written = load_file(to)
+    assert torch.cat([written[name] for name in sorted(written)]).equal(expected)
+    return expected
+
+
+def test_a_chain_runs_over_two_servers_and_each_stage_has_a_row(
+    server: Server, second: Server, data: Path, tmp_path: Path
+) -> None:
+    cuts = "--at", "stem", "--at", "layer1.0.relu#0"
+    chain = "--server", server.address, "--server", f"{second.address},{server.address}"
+    to = tmp_path / "y.safetensors"
+    result = good("run", MODEL, *cuts, *chain, "--data", data, "--batch", 7, "--to", to, "--json", tmp_path / "r.json")
+    outputs_of(data, to)
+    assert f"at {server.address} → {second.address}, {server.address} (cpu)" in result.output
+    assert "cut at stem → layer1.0.relu#0: " in result.output
+    for row in ("from stem", "from layer1.0.relu#0"):
+        assert re.search(rf"^  {re.escape(row)} +│ +\S+ [mu]s", result.output, re.MULTILINE)
+    log = mt.load(tmp_path / "r.json")
+    assert [hop.at for hop in log.requests[0].hops] == ["stem", "layer1.0.relu#0"]
+    assert text(log) in result.output
+
+
+def test_the_first_and_the_last_stage_run_here_with_one_server_less(server: Server, data: Path, tmp_path: Path) -> None:
+    to = tmp_path / "y.safetensors"
+    words = "--at", "stem", "--at", "layer1", "--data", data, "--batch", 7, "--to", to
+    result = good("run", MODEL, "--server", server.address, *words)
+    outputs_of(data, to)
+    assert "last stage here" in result.output
+
+
+def test_a_server_of_a_middle_stage_needs_only_its_weights(data: Path, tmp_path: Path) -> None:
+    parts, to = tmp_path / "parts", tmp_path / "y.safetensors"
+    good("split", MODEL, "--at", "stem", "--at", "layer1", "--to", parts)
+    with ServerProcess(MODEL, "--stages", str(parts), "--stage", "1") as middle:
+        words = "--stages", parts, "--data", data, "--batch", 7, "--to", to
+        result = good("run", MODEL, "--server", middle.address, *words)
+        outputs_of(data, to)
+        assert "cut at stem → layer1: " in result.output
+        result = call("run", MODEL, "--server", middle.address, "--at", "stem")
+        assert result.exit_code == 2
+        assert "serves the stage from 'stem' to 'layer1', not the one from 'stem' to '(output)'" in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--server", "SERVER", "--server", "SERVER", "--at", "stem"], "expected 1 server for 1 cut, got 2"),
+        (["--server", "SERVER", "--server", "SERVER"], "expected 2 cuts for 2 servers, got at='auto'"),
+        (["--server", "SERVER,nowhere", "--at", "stem"], "expected the address of a server such as host:7070"),
+    ],
+)
+def test_a_chain_that_cannot_be_is_explained(server: Server, words: list[str], message: str) -> None:
+    result = call("run", MODEL, *(word.replace("SERVER", server.address) for word in words))
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_a_stage_needs_a_folder() -> None:
+    result = call("serve", MODEL, "--stage", 1)
+    assert result.exit_code == 2
+    assert "--stage is the number of a stage in a folder: add --stages FOLDER" in result.output
 
 
 # -- sweep -------------------------------------------------------------------------------------------------------------

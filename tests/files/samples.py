@@ -23,7 +23,7 @@ from microtome.errors import BadFile, BadWeights, MicrotomeError, SensorFailed, 
 from microtome.plan.codec_benchmark import codec_costs
 from microtome.remote.security import read_token
 from microtome.results.link import LinkMeasurement
-from microtome.results.requests import CutMove, RequestLog, RequestRecord
+from microtome.results.requests import CutMove, HopRecord, RequestLog, RequestRecord
 from microtome.results.sweep import CutTiming, Sweep
 from microtome.zoo.weights import load_weights
 
@@ -67,7 +67,9 @@ def _results(folder: Path) -> dict[str, Sample]:
     cuts = mt.cuts(model, x)
     costs = codec_costs(cuts, ["raw", "fp16"], model=model, inputs=x)
     link = mt.Link("20Mbps", rtt="15ms")
-    sent = RequestRecord("0", total_s=0.1, began=1.0), RequestRecord(None, where="edge", reason="late", began=2.0)
+    hops = (HopRecord("h:1", "0", 0.0, 0.0, 0.1, 0.0),)
+    chain = RequestRecord("0", total_s=0.1, began=1.0, later=("1",), hops=hops)
+    sent = chain, RequestRecord(None, where="edge", reason="late", began=2.0)
     rows = (
         CutTiming("", "raw", total_s=0.1, planned_s=0.1),
         CutTiming("0", "raw", total_s=0.2),

@@ -20,7 +20,7 @@ from microtome.report.trace_events.profile import device_slices, host_slices
 from microtome.results.link import LinkMeasurement
 from microtome.results.measurements import Load
 from microtome.results.plan import Plan
-from microtome.results.requests import RequestLog, RequestRecord
+from microtome.results.requests import HopRecord, RequestLog, RequestRecord
 from microtome.results.rows import Row
 from microtome.results.sweep import CutTiming, Sweep
 from tests.report.timed import check_chrome, check_speedscope
@@ -166,6 +166,26 @@ def test_a_request_that_ended_here_has_no_arrow() -> None:
     assert not [event for event in events if event["ph"] in "sf"]
     (wait,) = [event for event in events if event["name"] == "wait"]
     assert wait["dur"] == pytest.approx(1e6 * (0.5 - 0.1 - 0.003))
+
+
+def test_a_request_over_a_chain_visits_the_server_of_each_stage() -> None:
+    hops = HopRecord("a:1", "stem", 0.0, 0.001, 0.004, 0.0), HopRecord("b:1", "layer1", 0.0, 0.0, 0.005, 0.0)
+    log = ran(sent(0.0, wire_s=0.006, total_s=0.025, last_s=0.002, later=("layer1", "layer2"), hops=hops))
+    events = check_chrome(log.to_perfetto())
+    # 3 ms here, 2 ms to the first server, 5 ms there, 2 ms to the second one, 5 ms there, and 2 ms back.
+    assert [(event["ph"], event["pid"], event["ts"]) for event in events if event["ph"] in "sf"] == [
+        ("s", 1, 3000),
+        ("f", 2, 5000),
+        ("s", 2, 10000),
+        ("f", 3, 12000),
+        ("s", 3, 17000),
+        ("f", 1, 19000),
+    ]
+    (last,) = [event for event in events if event["name"] == "last stage"]
+    assert (last["pid"], last["ts"], last["dur"]) == (1, 20000, 2000)
+    every = json.loads(log.to_perfetto())["traceEvents"]
+    names = [event["args"]["name"] for event in every if event["name"] == "process_name"]
+    assert names == ["edge, Net", "from stem, a:1", "from layer1, b:1"]
 
 
 def test_when_requests_began_is_kept_in_files(tmp_path: Path) -> None:

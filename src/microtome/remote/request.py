@@ -139,9 +139,9 @@ class RemoteRequest:
         self._received_bytes += len(reply.output)
         address = "" if message.connection is None else message.connection.address
         for server, timing in ((address, reply.timing), *((one.server, one) for one in reply.forwarded)):
-            self.hops.append(
-                HopRecord(sanitize_text(server), timing.decode_s, timing.queue_s, timing.run_s, timing.encode_s)
-            )
+            at = (self.route.at, *self.route.later)[len(self.hops)] or ""
+            spent = timing.decode_s, timing.queue_s, timing.run_s, timing.encode_s
+            self.hops.append(HopRecord(sanitize_text(server), at, *spent))
 
     def _count(self, message: Message) -> None:
         self._attempts = max(self._attempts, message.attempts)
@@ -180,6 +180,7 @@ class RemoteRequest:
             attempts=self._attempts,
             reason=self.reason,
             alone=self.is_alone,
+            later=self.route.later,
             hops=tuple(self.hops) if self.route.later else (),
             began=self._started,
         )

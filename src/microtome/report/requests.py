@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from functools import partial
 from typing import Any, NamedTuple
@@ -43,15 +43,15 @@ def records(log: RequestLog) -> list[dict[str, Any]]:
     return list(map(record, log.requests))
 
 
-def place(at: str | None, codec: str = "raw") -> str:
+def place(at: str | None, codec: str = "raw", later: Sequence[str] = ()) -> str:
     """Describe where a model is cut.
 
-    >>> place(None), place(""), place("layer1", "zstd")
-    ('all here', '(input)', 'layer1, zstd')
+    >>> place(None), place(""), place("layer1", "zstd"), place("stem", later=["layer1"])
+    ('all here', '(input)', 'layer1, zstd', 'stem → layer1')
     """
     if at is None:
         return "all here"
-    return (at or INPUT) + (f", {codec}" if codec != "raw" else "")
+    return " → ".join([at or INPUT, *later]) + (f", {codec}" if codec != "raw" else "")
 
 
 def short(reason: str) -> str:
@@ -64,7 +64,7 @@ def short(reason: str) -> str:
 
 
 def _title(log: RequestLog) -> str:
-    places = list(dict.fromkeys(place(sent.at, sent.codec) for sent in log.requests))
+    places = list(dict.fromkeys(place(sent.at, sent.codec, sent.later) for sent in log.requests))
     is_one_cut = len(places) == 1 and log.requests[0].at is not None
     where = f"cut at {places[0]}" if is_one_cut else " then ".join(places[:_FEW]) or "not run"
     count = len(log.requests)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
+from microtome.addresses import INPUT
 from microtome.files.reading import File
 from microtome.results.base import Result, render, write
 from microtome.units import plural
@@ -54,16 +55,19 @@ class CutMove(NamedTuple):
     why: str
 
 
-class HopRecord(NamedTuple):
+@dataclass(frozen=True)
+class HopRecord:
     """The seconds that a request spent at one server of a chain.
 
     Attributes:
         server: Its address.
+        at: The cut where its stage begins; `""`: it takes the inputs.
         queue_s: Seconds that the request waited there.
         run_s: Seconds of the stage; `decode_s`, `encode_s`: of what crosses its beginning and its end.
     """
 
     server: str
+    at: str
     decode_s: float
     queue_s: float
     run_s: float
@@ -76,6 +80,7 @@ class RequestRecord:
 
     Attributes:
         at: The first cut; None: all of it ran here. `""`: the inputs were sent.
+        later: The further cuts of a chain, in order.
         where: `"cloud"` or `"edge"`: where it ended; `"nowhere"`: it failed.
         head_s: Seconds of each phase; `wire_s` is what neither side accounts for.
         tail_s: Seconds of the tail, wherever it ran; of a chain, the sum of the stages on servers.
@@ -105,6 +110,7 @@ class RequestRecord:
     attempts: int = 0
     reason: str | None = None
     alone: bool = False
+    later: tuple[str, ...] = ()
     hops: tuple[HopRecord, ...] = ()
     began: float = field(default_factory=perf_counter, repr=False)
 
@@ -167,19 +173,29 @@ class RequestLog(Result, kind="run"):
         """Return the seconds of each phase of a request, over the requests that had it.
 
         Every request has a head and a total; the time to encode is of those that were encoded, and the phases of the
-        server are of those that it answered.
+        server are of those that it answered. The tail of a chain is followed by each of its stages on servers.
         """
-        phases = {}
+        phases: dict[str, Percentiles | None] = {}
         encoded = [sent for sent in self.requests if sent.sent_bytes]
         for name, fields in PHASES.items():
             requests = self.requests if name in _ALWAYS else encoded if name == "encode" else self._on_cloud
             phases[name] = _percentiles(sum(getattr(sent, field) for field in fields) for sent in requests)
+            if name == "tail":
+                phases |= self._phases_of_hops()
         total = phases.pop("total")
         if any(sent.last_s for sent in self.requests):
             phases["last stage here"] = _percentiles(sent.last_s for sent in self._on_cloud)
         if (tail_here := _percentiles(sent.tail_s for sent in self.on_edge)) is not None:
             phases["tail here"] = tail_here
         return {**phases, "total": total}
+
+    def _phases_of_hops(self) -> dict[str, Percentiles | None]:
+        """Return the seconds of each stage of a chain that ran on a server, by the cut where it begins."""
+        seconds: dict[str, list[float]] = {}
+        for sent in self._on_cloud:
+            for hop in sent.hops:
+                seconds.setdefault(f"  from {hop.at or INPUT}", []).append(hop.run_s)
+        return {name: _percentiles(values) for name, values in seconds.items()}
 
     def sizes(self) -> dict[str, Percentiles | None]:
         """Return the bytes that were sent and received, of the requests that the server answered."""

@@ -76,9 +76,9 @@ def run(
     security: Security,
     **options: Any,
 ) -> None:
-    """Run a model on data, the head here and the tail on a server, and time each phase of a request.
+    """Run a model on data, the head here and the tail on a server or several, and time each phase of a request.
 
-    MODEL is as for `microtome profile`, and must be the model that the server has. If the server goes away, this
+    MODEL is as for `microtome profile`, and must be the model that the servers have. If a server goes away, this
     machine computes the rest, and a note says how many requests; --no-fallback fails instead. JSON, CSV and the trace
     contain every request.
     """

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import isnan
 from typing import Any, NamedTuple
 
+from microtome.addresses import INPUT
 from microtome.errors import BadQuery
 from microtome.report.requests import place
 from microtome.report.trace_events.chrome import ChromeEvents, Lane
@@ -55,7 +56,8 @@ def log_trace(log: RequestLog) -> str:
         raise BadQuery("this run is from a file that does not say when its requests began: run it again")
     first = min((sent.began for sent in log.requests), default=0.0)
     requests = [_logged(sent, f"request {index}", sent.began - first) for index, sent in enumerate(log.requests)]
-    return _trace(_edge_and_cloud(log), requests, model=log.model, how=f"{_IN_TURN}; {_HALVES}")
+    devices = _chain(log) or _edge_and_cloud(log)
+    return _trace(devices, requests, model=log.model, how=f"{_IN_TURN}; {_HALVES}")
 
 
 def sweep_trace(sweep: Sweep) -> str:
@@ -79,15 +81,27 @@ def _edge_and_cloud(result: RequestLog | Sweep) -> list[str]:
     return [f"edge, {result.model}", f"cloud, {result.server} ({result.device})"]
 
 
+def _chain(log: RequestLog) -> list[str]:
+    """Name this device and that of each stage of a chain; an empty list: there was one server."""
+    servers: dict[str, dict[str, None]] = {}
+    for sent in log.requests:
+        for hop in sent.hops:
+            servers.setdefault(hop.at, {})[hop.server] = None
+    stages = [f"from {at or INPUT}, {', '.join(several)}" for at, several in servers.items()]
+    return [f"edge, {log.model}", *stages] if stages else []
+
+
 def _logged(sent: RequestRecord, name: str, began_s: float) -> Request:
-    if sent.where == "cloud":
+    if sent.where == "cloud" and sent.hops:
+        phases = _over_chain(sent)
+    elif sent.where == "cloud":
         phases = _round_trip(sent, sent.server_decode_s, sent.server_encode_s)
     else:
         waited = sent.total_s - sent.head_s - sent.encode_s - sent.tail_s
         phases = [Phase("head", 0, sent.head_s), Phase("encode", 0, sent.encode_s)]
         phases += [Phase("wait", 0, waited if sent.attempts else 0.0), Phase("tail", 0, sent.tail_s)]
     arguments = {
-        "cut": place(sent.at, sent.codec),
+        "cut": place(sent.at, sent.codec, sent.later),
         "sent_bytes": sent.sent_bytes,
         "received_bytes": sent.received_bytes,
         "attempts": sent.attempts,
@@ -117,6 +131,22 @@ def _round_trip(timed: RequestRecord | CutTiming, server_decode_s: float, server
         Phase("back", 1, timed.wire_s / 2, target=0),
         Phase("decode", 0, timed.decode_s),
     ]
+
+
+def _over_chain(sent: RequestRecord) -> list[Phase]:
+    """The phases of a request over several servers; the time of the wire is divided equally among its transfers."""
+    wire_s = sent.wire_s / (len(sent.hops) + 1)
+    phases = [Phase("head", 0, sent.head_s), Phase("encode", 0, sent.encode_s)]
+    for device, hop in enumerate(sent.hops, 1):
+        phases += [
+            Phase("send", device - 1, wire_s, target=device),
+            Phase("queue", device, hop.queue_s),
+            Phase("decode", device, hop.decode_s),
+            Phase("stage", device, hop.run_s),
+            Phase("encode", device, hop.encode_s),
+        ]
+    back = Phase("back", len(sent.hops), wire_s, target=0)
+    return [*phases, back, Phase("decode", 0, sent.decode_s), Phase("last stage", 0, sent.last_s)]
 
 
 def _planned(plan: Plan, candidate: Candidate) -> Request:
