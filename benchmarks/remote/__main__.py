@@ -1,11 +1,11 @@
-"""Run the benchmarks of remote: `python -m benchmarks.remote [--save] [rates loopback pipeline planned added]`."""
+"""Run the benchmarks of remote: `python -m benchmarks.remote [--save] [SUITE ...]`, with suites of `SUITES`."""
 
 from __future__ import annotations
 
 import sys
 
 from benchmarks import report
-from benchmarks.remote import added, pipeline, planned, rates
+from benchmarks.remote import added, chain, pipeline, planned, rates
 from benchmarks.remote.network import two_hosts
 
 SUITES = {
@@ -14,6 +14,7 @@ SUITES = {
     "pipeline": pipeline.run,
     "planned": planned.run,
     "added": added.run,
+    "chain": chain.run,
 }
 
 

@@ -16,9 +16,9 @@ from benchmarks.remote.network import Host
 
 
 @contextmanager
-def microtome(host: Host, model: str, inputs: str, threads: int = 1) -> Iterator[str]:
+def microtome(host: Host, model: str, inputs: str, *options: str, threads: int = 1) -> Iterator[str]:
     """Run `microtome serve` on a host, and yield its address."""
-    words = "serve", model, "--input", inputs, "--listen", f"{host.address}:0"
+    words = "serve", model, "--input", inputs, "--listen", f"{host.address}:0", *options
     program = str(Path(sys.executable).with_name("microtome"))
     with _until_done(host.start(program, *words, threads=threads)) as said:
         yield said.partition(" is served at ")[2].partition(",")[0]

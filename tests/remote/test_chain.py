@@ -30,6 +30,7 @@ from tests.remote.process import ServerProcess
 from tests.remote.proxy import Proxy, Weather, until
 from tests.remote.slow import Gate, Slow, asking
 from tests.remote.small import small
+from tests.remote.test_security import Authority
 
 CUTS = ["stem", "layer1"]
 SLOW = "tests.remote.slow:Slow", "--input", "1x8"
@@ -245,6 +246,25 @@ def test_the_client_sends_boundaries_itself_if_a_server_cannot_reach_the_next(
             ):
                 assert remote(x).equal(model(x))
                 assert (remote.requests[-1].received_bytes > 1000) is crosses_here
+
+
+@torch.no_grad()
+def test_a_chain_is_encrypted_between_all_of_its_processes(resnet: tuple[nn.Module, Tensor], tmp_path: Path) -> None:
+    model, x = resnet
+    ours, other = Authority(tmp_path, "ours"), Authority(tmp_path, "other")
+    signed = ours.sign("cloud")
+    tls = {"tls_cert": signed.cert, "tls_key": signed.key, "token": "b"}
+    with serving(model, x, **tls) as last:
+        for authority, crosses_here in ((ours, False), (other, True)):
+            options = {"forward": last.address, "forward_token": "b", "forward_ca": authority.file}
+            with (
+                serving(model, x, **tls, **options) as first,
+                connected(model, x, first.address, last.address, token="b", ca=ours.file) as remote,
+            ):
+                assert remote(x).equal(model(x))
+                assert (remote.requests[-1].received_bytes > 1000) is crosses_here
+        with pytest.raises(RemoteError, match="unknown certificate authority|certificate"):
+            connected(model, x, last.address, last.address, token="b", ca=other.file, timeout=5)
 
 
 def _ask(server: Server, boundary: Any, **fields: Any) -> Any:

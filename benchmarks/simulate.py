@@ -1,0 +1,258 @@
+"""Discrete-event simulation of a request on its way over machines, checked against chains of real processes.
+
+`python -m benchmarks.simulate [--save]`
+"""
+
+from __future__ import annotations
+
+import heapq
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from benchmarks import report
+from benchmarks.remote.chain import CUTS, measure_routes
+from benchmarks.report import Target
+
+#: Cuts of ResNet-50 whose stages are of unequal and of nearly equal lengths.
+PAIRS = {
+    "two servers": CUTS,
+    "two servers, equal stages": ("layer2", "layer3.2"),
+    "two servers, short tail": ("maxpool", "layer4"),
+}
+#: The cores of the machine that runs the three processes.
+_CORES = 2
+
+
+class Step(NamedTuple):
+    """A part of a request.
+
+    Attributes:
+        resources: The names of what it occupies, all at once: a process, a core, a link.
+        seconds: For how long.
+    """
+
+    resources: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a simulation.
+
+    Attributes:
+        interval_s: The mean time from result to result, once the pipeline is full.
+        latency_s: The median time of a request, from its admission to its result.
+        utilization: The share of the time for which each resource was busy.
+    """
+
+    interval_s: float
+    latency_s: float
+    utilization: dict[str, float]
+
+    @property
+    def bottleneck(self) -> str:
+        return max(self.utilization, key=lambda name: self.utilization[name])
+
+
+def simulate(steps: Sequence[Step], capacities: Mapping[str, int], *, requests: int, window: int) -> Outcome:
+    """Run requests through steps; each waits, first come first served, until all resources of its step are free.
+
+    Args:
+        capacities: The number of units of each resource.
+        window: The most requests at once.
+
+    >>> steps = [Step(("a",), 1.0), Step(("b",), 2.0)]
+    >>> simulate(steps, {"a": 1, "b": 1}, requests=50, window=8).interval_s
+    2.0
+    >>> found = simulate(steps, {"a": 1, "b": 4}, requests=50, window=8)
+    >>> found.interval_s, found.bottleneck
+    (1.0, 'a')
+    """
+    return _Simulation(steps, capacities, requests, window).run()
+
+
+class _Simulation:
+    def __init__(self, steps: Sequence[Step], capacities: Mapping[str, int], requests: int, window: int) -> None:
+        self._steps = steps
+        self._capacities = capacities
+        self._free = dict(capacities)
+        self._busy_s = dict.fromkeys(capacities, 0.0)
+        # For each step, the requests that wait for it, with the number of their arrival.
+        self._waiting: list[deque[tuple[int, int]]] = [deque() for _ in steps]
+        self._arrivals = 0
+        self._events: list[tuple[float, int, int]] = []
+        self._number, self._window = requests, window
+        self._began: dict[int, float] = {}
+        self._ended: list[float] = []
+        self._latencies: list[float] = []
+
+    def run(self) -> Outcome:
+        for request in range(min(self._window, self._number)):
+            self._admit(request, 0.0)
+        self._start_steps(0.0)
+        while self._events:
+            now, request, step = heapq.heappop(self._events)
+            self._end_step(request, step, now)
+            self._start_steps(now)
+        steady = self._ended[len(self._ended) // 3 : -self._window]
+        interval = (steady[-1] - steady[0]) / (len(steady) - 1)
+        utilization = {name: busy / (self._ended[-1] * self._capacities[name]) for name, busy in self._busy_s.items()}
+        return Outcome(interval, sorted(self._latencies)[len(self._latencies) // 2], utilization)
+
+    def _admit(self, request: int, now: float) -> None:
+        self._began[request] = now
+        self._wait(request, 0)
+
+    def _wait(self, request: int, step: int) -> None:
+        self._waiting[step].append((self._arrivals, request))
+        self._arrivals += 1
+
+    def _end_step(self, request: int, step: int, now: float) -> None:
+        for name in self._steps[step].resources:
+            self._free[name] += 1
+        if step + 1 < len(self._steps):
+            self._wait(request, step + 1)
+            return
+        self._ended.append(now)
+        self._latencies.append(now - self._began.pop(request))
+        following = len(self._ended) + self._window - 1
+        if following < self._number:
+            self._admit(following, now)
+
+    def _start_steps(self, now: float) -> None:
+        """Start steps whose resources are free, in the order of arrival."""
+        while True:
+            ready = [
+                (waiting[0], step)
+                for step, waiting in enumerate(self._waiting)
+                if waiting and all(self._free[name] for name in self._steps[step].resources)
+            ]
+            if not ready:
+                return
+            (_, request), step = min(ready)
+            self._waiting[step].popleft()
+            resources, seconds = self._steps[step]
+            for name in resources:
+                self._free[name] -= 1
+                self._busy_s[name] += seconds
+            heapq.heappush(self._events, (now + seconds, request, step))
+
+
+# -- three processes on one machine ------------------------------------------------------------------------------------
+
+
+def simulate_processes(seconds: Mapping[str, float], hop_s: float, *, forwarded: bool) -> Outcome:
+    """Simulate a stream over processes that share the cores of this machine.
+
+    Args:
+        seconds: Of each stage, alone, and `"added"` of a single request beside them, as measured.
+        hop_s: Seconds that the first hop adds; half of a hop is spent on either side of it.
+        forwarded: Whether servers send to each other.
+    """
+    stages = [spent for name, spent in seconds.items() if name.startswith("stage")]
+    later_s = max(seconds["added"] - hop_s, 0.0) / (len(stages) - 2)
+    steps = [Step(("process 0", "core"), stages[0])]
+    for hop, _ in enumerate(pairwise(stages)):
+        each_s = (hop_s if hop == 0 else later_s) / 2
+        sender = f"process {hop}" if forwarded else "process 0"
+        steps += [
+            Step((sender, "core"), each_s),
+            Step((f"process {hop + 1}", "core"), each_s + stages[hop + 1]),
+        ]
+    capacities = {f"process {index}": 1 for index in range(len(stages))} | {"core": _CORES}
+    return simulate(steps, capacities, requests=400, window=8)
+
+
+def compare() -> Iterator[Target]:
+    """Compare the simulation with streams over three real processes."""
+    routes = measure_routes(PAIRS, rounds=4)
+    hop_s = routes.pop("one server")["added"]
+    for name, seconds in routes.items():
+        found = simulate_processes(seconds, hop_s, forwarded="forwarded" in name)
+        measured_s = seconds["interval"]
+        listed = ", ".join(f"{what} {1e3 * spent:.1f}" for what, spent in seconds.items())
+        yield Target(
+            f"{name}: simulated and measured interval, larger / smaller",
+            max(found.interval_s / measured_s, measured_s / found.interval_s),
+            1.1,
+            note=f"{name}, milliseconds: {listed}; simulated {1e3 * found.interval_s:.1f}, limited by {found.bottleneck}",
+        )
+
+
+# -- engines on many machines ------------------------------------------------------------------------------------------
+
+
+class Costs(NamedTuple):
+    """Seconds for which a request occupies a core.
+
+    Attributes:
+        head_s, tail_s: The stages.
+        hop_s: Sending a boundary and decoding it, each side of a hop.
+        ingress_s: An ingress of `scale.ray.deploy`: receiving, a call of a deployment handle, and the reply.
+        replica_s: A replica's part of that call.
+        nbytes: Of a boundary.
+    """
+
+    head_s: float
+    tail_s: float
+    hop_s: float
+    ingress_s: float
+    replica_s: float
+    nbytes: int
+
+
+#: Bytes per second of a machine's network interface: 10 Gbit/s.
+_LINK_BYTES_PER_S = 1.25e9
+
+
+def engines(costs: Costs, machines: int, senders: int) -> dict[str, tuple[list[Step], dict[str, int]]]:
+    """The steps and the resources of each engine, with tails on machines of one core, and so many clients or ingresses.
+
+    The heads run on the devices of users, of which there are as many as needed.
+    """
+    link_s = costs.nbytes / _LINK_BYTES_PER_S
+    tail = Step(("tails",), costs.hop_s + costs.tail_s)
+    client = [Step(("clients",), costs.hop_s), Step(("links of clients",), link_s)]
+    ingress = [Step(("links of ingresses",), link_s), Step(("ingresses",), costs.ingress_s)]
+    replica = Step(("tails",), costs.replica_s + costs.tail_s)
+    return {
+        "`connect(servers=[[…]])`": (
+            [*client, tail],
+            {"clients": senders, "links of clients": senders, "tails": machines},
+        ),
+        "`ray.deploy`": (
+            [*ingress, Step(("links of ingresses",), link_s), replica],
+            {"ingresses": senders, "links of ingresses": senders, "tails": machines},
+        ),
+    }
+
+
+def table(costs: Costs) -> Iterator[str]:
+    """The requests per second of each engine by the number of machines, and the first resource that is exhausted."""
+    yield "| machines | engine | clients or ingresses | requests/s | of all machines busy | limited by |"
+    yield "|---|---|---|---|---|---|"
+    for machines in (10, 100, 1000):
+        for senders in sorted({1, machines // 10, machines // 100} - {0}):
+            for name, (steps, capacities) in engines(costs, machines, senders).items():
+                window = 4 * (machines + senders)
+                found = simulate(steps, capacities, requests=max(5 * window, 500), window=window)
+                rate = 1 / found.interval_s
+                share = rate * costs.tail_s / machines
+                yield f"| {machines:,} | {name} | {senders} | {rate:,.0f} | {share:.0%} | {found.bottleneck} |"
+
+
+def main(words: Sequence[str]) -> int:
+    targets: list[Any] = list(compare())
+    text = report.markdown(targets)
+    print(report.machine(), text, sep="\n\n")
+    if "--save" in words:
+        print("\nwritten to", report.save("simulate", text, "python -m benchmarks.simulate --save"))
+    return int(not all(target.met for target in targets))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
