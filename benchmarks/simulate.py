@@ -179,7 +179,7 @@ def compare() -> Iterator[Target]:
             f"{name}: simulated and measured interval, larger / smaller",
             max(found.interval_s / measured_s, measured_s / found.interval_s),
             1.1,
-            note=f"{name}, milliseconds: {listed}; simulated {1e3 * found.interval_s:.1f}, limited by {found.bottleneck}",
+            note=f"{name}, ms: {listed}; simulated {1e3 * found.interval_s:.1f}, limited by {found.bottleneck}",
         )
 
 

@@ -53,7 +53,7 @@ def stages(name: str) -> list[Target]:
             boundary = head(x)
             counter = Counter(model)
             tail(boundary)
-            done = {step.path for step in tail._begins.skipped} if tail._begins else set()
+            done = {step.path for step in tail.begins.skipped} if tail.begins else set()
             again += len(done & set(counter.stop()) - _run_later(splitter, cut.index))
     worst = max(zip(ratios, notes, strict=True))
     return [

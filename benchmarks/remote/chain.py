@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from itertools import repeat
 from typing import Any
@@ -50,7 +50,7 @@ def measure(routes: dict[str, tuple[list[str], list[str]]], streams: list[str], 
     return {name: {what: lower_quartile(spent) for what, spent in each.items()} for name, each in seen.items()}
 
 
-def measure_routes(cuts: dict[str, Sequence[str]], rounds: int) -> dict[str, dict[str, float]]:
+def measure_routes(cuts: Mapping[str, Sequence[str]], rounds: int) -> dict[str, dict[str, float]]:
     """Measure, with three processes: one server, and two servers at each of these pairs of cuts, also forwarded."""
     with (
         microtome(LOOPBACK, MODEL, INPUTS) as first,

@@ -34,6 +34,7 @@ from microtome.engine.snapshot import (
     restore_gradients,
     user_classes,
 )
+from microtome.engine.symbolic_shapes import SymbolicShapes
 from microtome.engine.thread_stacks import runs_in_other_thread
 from microtome.engine.torch_internals import FAKE_TENSOR_LOGGER, fake_tensor_types
 from microtome.errors import Unsupported
@@ -49,7 +50,12 @@ _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 @signal_safe
 def substitute_tensors(
-    model: nn.Module, inputs: Inputs, tensor_mode: TensorMode, backups: WriteBackups | None = None
+    model: nn.Module,
+    inputs: Inputs,
+    tensor_mode: TensorMode,
+    backups: WriteBackups | None = None,
+    *,
+    shapes: SymbolicShapes | None = None,
 ) -> Iterator[Inputs]:
     """Replace the weights and buffers of a model in the block; yield matching inputs.
 
@@ -59,6 +65,7 @@ def substitute_tensors(
     Args:
         tensor_mode: The kind of substitutes. With `"real"`, parameters stay, and buffers and inputs are copied.
         backups: To be notified before a tensor is mutated in a real run; without it, such tensors are not restored.
+        shapes: Makes the fake tensors; None: their sizes are numbers.
     """
     self_test.CALLS.ensure()
     reject_script(named_modules(model))
@@ -89,7 +96,7 @@ def substitute_tensors(
             references = references_of(classes)
             replace_caches(references.caches, stack)
             preserve_closures(references.functions, stack)
-        substitute = stack.enter_context(_open_factory(tensor_mode))
+        substitute = stack.enter_context(_open_factory(tensor_mode, shapes))
         for module in modules:
             namespaces: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
             for namespace in namespaces if tensor_mode != "real" else namespaces[1:]:
@@ -227,20 +234,20 @@ class _TensorFactory:
 
 
 @contextmanager
-def _open_factory(tensor_mode: TensorMode) -> Iterator[_TensorFactory]:
+def _open_factory(tensor_mode: TensorMode, shapes: SymbolicShapes | None) -> Iterator[_TensorFactory]:
     """A factory of substitutes; in the block, a fake tensor mode is active if it makes fake tensors."""
     if tensor_mode != "fake":
         yield _TensorFactory(tensor_mode)
         return
     self_test.FAKE.ensure()
-    fake_mode = fake_tensor_types()[1](allow_non_fake_inputs=True)
+    fake_mode = fake_tensor_types()[1](allow_non_fake_inputs=True) if shapes is None else shapes.mode
     logger = logging.getLogger(FAKE_TENSOR_LOGGER)
     was_disabled, logger.disabled = logger.disabled, True  # what it logs is raised too
     try:
         with warnings.catch_warnings(), fake_mode:
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # by recurrent layers
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # by from_tensor
-            yield _TensorFactory(tensor_mode, fake_mode.from_tensor)
+            yield _TensorFactory(tensor_mode, fake_mode.from_tensor if shapes is None else shapes.from_tensor)
     finally:
         logger.disabled = was_disabled
 

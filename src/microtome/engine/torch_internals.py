@@ -213,6 +213,16 @@ def fake_tensor_types() -> tuple[type[Tensor], type[Any]]:
     return FakeTensor, FakeTensorMode
 
 
+def make_fx(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that runs `function` on fake tensors and returns its operators as a `GraphModule`."""
+    try:
+        from torch.fx.experimental import proxy_tensor
+    except ImportError as error:
+        raise unsupported_torch("torch.fx.experimental.proxy_tensor", f"cannot be imported ({error})") from error
+    traced: Callable[..., Any] = proxy_tensor.make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)
+    return traced
+
+
 def grouped_product_output(a: Tensor, b: Tensor, offsets: Tensor | None, dtype: torch.dtype | None) -> Tensor:
     """An empty output of `torch.ops.aten._grouped_mm` in the layout of its meta kernel."""
     try:

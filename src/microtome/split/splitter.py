@@ -140,6 +140,7 @@ class Splitter:
                 weights_of(self.analysis, begin, end),
                 self.fingerprint,
                 self.state,
+                self.example,
             )
             for index, (begin, end) in enumerate(pairwise(crossings))
         ]

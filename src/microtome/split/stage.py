@@ -7,7 +7,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from microtome.engine import Probe, ReplaceOp, Session, Skip, Stop, Stopped
 from microtome.engine.module_state import copy_attributes, restore_attributes
@@ -39,9 +39,13 @@ class Stage:
     Attributes:
         index: The number of the stage, from 0.
         model: The whole model.
+        begins: What happens before the cut where it begins; None for the first stage.
+        ends: What happens before the cut where it ends; None for the last stage.
         fingerprint: The fingerprint of the model; boundaries with another one are refused.
         spec: The structures of the model's arguments and output.
         state: A description of the state that the model carries between runs; None: it has none.
+        example: The inputs that the model was split on.
+        verified: Of a compiled stage, how its outputs differ from those of the stage; None: it is not compiled.
         variants: The same cuts for other inputs, of a stage that was loaded from a folder.
     """
 
@@ -55,14 +59,17 @@ class Stage:
         parameters: Iterable[str],
         fingerprint: str,
         state: str | None = None,
+        example: Inputs | None = None,
     ) -> None:
         self.model = model
         self.index = index
         self.fingerprint = fingerprint
-        self._begins = begins
-        self._ends = ends
+        self.begins = begins
+        self.ends = ends
         self.spec = spec
         self.state = state
+        self.example = example
+        self.verified: str | None = None
         self.variants: StageVariants | None = None
         self._is_training = model.training
         self._parameters = tuple(parameters)
@@ -70,7 +77,7 @@ class Stage:
         self._input_reader = InputReader()
         modules = dict(named_modules(model))
         schedules = [schedule for schedule in (begins, ends) if schedule is not None]
-        self._observed_modules = [modules[path] for schedule in schedules for path in schedule.paths]
+        self._observed_modules = [module for schedule in schedules for module in self.modules_of(schedule)]
         self._skipped_modules: list[nn.Module] = []
         self._enclosing_modules: list[nn.Module] = []
         if begins is not None:
@@ -81,17 +88,83 @@ class Stage:
     @property
     def begins_at(self) -> str | None:
         """The address of the cut where the stage begins; None for the first stage."""
-        return None if self._begins is None else self._begins.at
+        return None if self.begins is None else self.begins.at
 
     @property
     def ends_at(self) -> str | None:
         """The address of the cut where the stage ends; None for the last stage."""
-        return None if self._ends is None else self._ends.at
+        return None if self.ends is None else self.ends.at
 
     @property
     def glue_state_paths(self) -> frozenset[Any]:
         """The parts of state objects that code between calls changes before the stage, and that it changes again."""
-        return frozenset() if self._begins is None else self._begins.glue_state_paths
+        return frozenset() if self.begins is None else self.begins.glue_state_paths
+
+    @property
+    def draws_random_numbers(self) -> bool:
+        """Whether code between calls before a cut draws random numbers."""
+        return any(schedule is not None and schedule.draws for schedule in (self.begins, self.ends))
+
+    def modules_of(self, schedule: Schedule) -> list[nn.Module]:
+        """The modules of the calls of a schedule."""
+        modules = dict(named_modules(self.model))
+        return [modules[path] for path in schedule.paths]
+
+    def graph(self, *, dynamic: bool = True) -> fx.GraphModule:
+        """Return the stage as a graph of operators, which needs neither microtome nor the model's code.
+
+        It has only the stage's own weights, under their names in the model. It takes the tensors of the boundary before
+        the stage, or those among the model's arguments, by position, and returns those after it in a dict by name.
+        `graph.meta` has the names of the inputs and outputs, the shapes that it accepts, and which sizes are fixed to
+        those of the example, with the reason. It does not check the shapes.
+
+        Args:
+            dynamic: Accept other batch sizes and lengths, where the model's code allows it.
+
+        Raises:
+            Unsupported: The control flow depends on values; the message names the line.
+
+        >>> import microtome as mt
+        >>> from microtome import zoo
+        >>> model, x = zoo.build("tiny-resnet")
+        >>> head, tail = mt.split(model, x, at="layer1.0.conv1")
+        >>> graph = head.graph()
+        >>> graph.meta["shapes"], [*graph.state_dict()][:2]
+        ('x[s26, 3, s36, s98]', ['stem.0.weight', 'stem.1.weight'])
+        >>> boundary = graph(torch.ones(3, 3, 40, 48))
+        >>> boundary["stem"].equal(head(torch.ones(3, 3, 40, 48)).tensors["stem"])
+        True
+        """
+        from microtome.split.graph.stage_graph import capture_stage  # imports sympy
+
+        return capture_stage(self, dynamic=dynamic).module
+
+    def compile(self, *, backend: str = "inductor", dynamic: bool = True, example: Any = None, **options: Any) -> Stage:
+        """Return the stage with its graph compiled: faster, with the same boundaries.
+
+        `verified` of the result says how its outputs on the example differ from those of this stage: compilers round
+        differently.
+
+        Args:
+            backend: The backend of `torch.compile`; `options` are other arguments of it.
+            dynamic: As in `graph`.
+            example: The boundary, or the `Inputs`, to verify it on; None: those of the example that the model was split
+                on, if all weights before the stage are here.
+
+        Raises:
+            Unsupported: The stage cannot be captured or compiled, or returns other outputs.
+
+        >>> import microtome as mt
+        >>> from microtome import zoo
+        >>> model, x = zoo.build("tiny-resnet")
+        >>> head, tail = mt.split(model, x, at="layer1")
+        >>> compiled = tail.compile(backend="eager")
+        >>> compiled.verified, compiled(head(x)).equal(model(x))
+        ('bit-equal', True)
+        """
+        from microtome.split.graph.compiled_stage import compile_stage
+
+        return compile_stage(self, backend, dynamic, example, options)
 
     def parameters_needed(self) -> list[str]:
         """The names of the parameters and buffers that the stage reads."""
@@ -139,7 +212,7 @@ class Stage:
             else:
                 run.begin(state or StageState(self.spec.new_states()))
                 inputs = run.receive(boundary, self.device, self.spec.inputs, release=release)
-            if self._ends is not None:
+            if self.ends is not None:
                 flat = self.flatten_inputs(inputs)
                 check_structure("arguments of the head", self.spec.inputs, flat.spec, is_call=True)
                 run.record_inputs(flat)
@@ -167,7 +240,7 @@ class Stage:
         try:
             output = inputs.run(self.model)
         except Stopped as stopped:
-            if self._ends is None or not run.is_complete(stopped.call):
+            if self.ends is None or not run.is_complete(stopped.call):
                 raise
             return run.boundary(self.fingerprint)
         except (RuntimeError, NotImplementedError) as error:
@@ -178,9 +251,9 @@ class Stage:
                     f"{missing[0]!r}. Load them with mt.load_stage(…, {self.index}), or split without `load`"
                 ) from error
             raise
-        if self._ends is not None:
+        if self.ends is not None:
             raise Unsupported(
-                f"the model returned before the cut at {self._ends.at!r}: its control flow depends on its inputs"
+                f"the model returned before the cut at {self.ends.at!r}: its control flow depends on its inputs"
             )
         return run.check_output(output)
 
@@ -192,9 +265,9 @@ class Stage:
 
     def _make_session(self, probes: tuple[Probe, ...] = ()) -> tuple[Session, StageRun]:
         interventions: list[Any] = []
-        run = StageRun(self._begins, self._ends)
-        if any(schedule is not None and schedule.draws for schedule in (self._begins, self._ends)):
-            run = drawing = DrawingStageRun(self._begins, self._ends)
+        run = StageRun(self.begins, self.ends)
+        if self.draws_random_numbers:
+            run = drawing = DrawingStageRun(self.begins, self.ends)
             interventions.append(ReplaceOp(drawing.draw))
         if self._skipped_modules:
             interventions.append(Skip(self._skipped_modules, run.output, when=run.is_skipped))
@@ -212,7 +285,7 @@ class Stage:
         return [name for name, tensor in tensors.items() if tensor is None or tensor.is_meta]
 
     def _check_boundary(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Boundary | None:
-        if self._begins is None:
+        if self.begins is None:
             if any(isinstance(value, Boundary) for value in (*args, *kwargs.values())):
                 raise BadInputs("the head takes the inputs of the model, got a Boundary: pass it to the next stage")
             return None
@@ -224,8 +297,8 @@ class Stage:
                 f"stage {self.index} takes the output of the stage before it: expected one Boundary, got {got}{hint}"
             )
         boundary = args[0]
-        if boundary.at != self._begins.at:
-            raise BadBoundary(f"expected a boundary of the cut at {self._begins.at!r}, got one of {boundary.at!r}")
+        if boundary.at != self.begins.at:
+            raise BadBoundary(f"expected a boundary of the cut at {self.begins.at!r}, got one of {boundary.at!r}")
         if boundary.fingerprint != self.fingerprint:
             raise BadBoundary(
                 f"the boundary is of another model: expected fingerprint {self.fingerprint}, got "
@@ -234,8 +307,8 @@ class Stage:
         return boundary
 
     def __repr__(self) -> str:
-        start = "the inputs" if self._begins is None else repr(self._begins.at)
-        end = "the output" if self._ends is None else repr(self._ends.at)
+        start = "the inputs" if self.begins is None else repr(self.begins.at)
+        end = "the output" if self.ends is None else repr(self.ends.at)
         return f"<Stage {self.index} of {type(self.model).__name__}, from {start} to {end}>"
 
 

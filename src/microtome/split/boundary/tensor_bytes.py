@@ -113,7 +113,8 @@ def copy_strided(
 
 def duplicate(tensor: Tensor, device: torch.device | str | None = None) -> Tensor:
     """Copy a tensor with its strides and alignment; `clone` and `to` keep the strides of dense tensors only."""
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+    is_symbolic = any(type(size) is not int for size in tensor.shape)  # while a graph is captured
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or is_symbolic:
         return tensor.detach().clone() if device is None else tensor.detach().to(device)
     return copy_strided(to_dense(tensor.detach()), tensor.stride(), alignment_offset(tensor), device)
 

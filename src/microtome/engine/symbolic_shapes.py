@@ -1,0 +1,174 @@
+"""Fake tensors whose sizes are symbols, and the conditions on these that a run of a model implies."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from microtome.engine.torch_internals import fake_tensor_types
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+class SymbolicShapes:
+    """Makes fake tensors with symbols in place of some of their sizes.
+
+    Args:
+        dynamic: By the id of a tensor, the dimensions whose sizes are symbols.
+        device: The device of what stands for tensors on meta; None: they stay there.
+    """
+
+    def __init__(self, dynamic: Mapping[int, Collection[int]], device: torch.device | None) -> None:
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv  # imports sympy
+
+        self.env = ShapeEnv()
+        self._dynamic = dynamic
+        self._device = device
+        self._sizes: dict[int, list[Any]] = {}
+        mode_type = fake_tensor_types()[1]
+        self.mode = mode_type(allow_non_fake_inputs=True, shape_env=self.env, static_shapes=True)
+
+    def from_tensor(self, tensor: Tensor) -> Tensor:
+        """The fake tensor that stands for a tensor."""
+        from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+        if tensor.is_meta and self._device is not None:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
+        if not (dynamic := self._dynamic.get(id(tensor))):
+            fake: Tensor = self.mode.from_tensor(tensor)
+            return fake
+        sizes = [DimDynamic.DYNAMIC if at in dynamic else DimDynamic.STATIC for at in range(tensor.dim())]
+        context: Any = StatelessSymbolicContext(sizes)
+        fake = self.mode.from_tensor(tensor, static_shapes=False, symbolic_context=context)
+        self._sizes[id(tensor)] = [getattr(getattr(size, "node", None), "expr", size) for size in fake.shape]
+        return fake
+
+    def conditions(self) -> list[Any]:
+        """The conditions on the symbols under which the run makes the same operators, as expressions of sympy."""
+        return [guard.expr for guard in self.env.guards]
+
+    def fixed_dims(self, tensor: Tensor) -> dict[int, str]:
+        """The dimensions of a tensor whose sizes were to be symbols, and that the run fixes; with the reason."""
+        sizes = self._sizes.get(id(tensor), ())
+        symbols = {dim: size for dim, size in enumerate(sizes) if getattr(size, "is_Symbol", False)}
+        simplified = {dim: self.env.simplify(symbol) for dim, symbol in symbols.items()}
+        return {
+            dim: f"{self._place_of(symbols[dim])}, needs {size}" for dim, size in simplified.items() if size.is_number
+        }
+
+    def _place_of(self, symbol: Any) -> str:
+        """Name the code that needs a symbol to be the size of the example."""
+        guards = (guard for guard in self.env.guards if symbol in guard.expr.free_symbols)
+        places: list[Any] = [guard.sloc.framework_loc for guard in guards if guard.expr.func.__name__ == "Equality"]
+        if not places or places[0] is None:
+            return "an operator"
+        place = places[0]
+        if place.filename.startswith(_TORCH):
+            return f"torch, in {place.name}"
+        return f"{os.path.basename(place.filename)}:{place.lineno}, in {place.name}"
+
+    def size(self, size: Any) -> Any:
+        """A size of a fake tensor: an int, or an expression of sympy."""
+        if isinstance(size, int):
+            return size
+        expression = self.env.simplify(size.node.expr)
+        return int(expression) if expression.is_number else expression
+
+
+class ShapeCheck:
+    """Checks shapes of tensors against those of fake tensors.
+
+    Args:
+        names: The names of the tensors, for errors.
+        shapes: Their sizes: ints, and expressions of symbols.
+        conditions: On the symbols.
+    """
+
+    def __init__(self, names: Sequence[str], shapes: Sequence[Sequence[Any]], conditions: Iterable[Any]) -> None:
+        self.names = tuple(names)
+        self.shapes = tuple(map(tuple, shapes))
+        symbols = {size for shape in self.shapes for size in shape if getattr(size, "is_Symbol", False)}
+        self.conditions = tuple(one for one in conditions if one.free_symbols <= symbols)
+        self._symbols = symbols
+        every = (symbol for shape in self.shapes for size in shape for symbol in _symbols_of(size))
+        self._names = {symbol: f"s{index}" for index, symbol in enumerate(dict.fromkeys(every))}
+        self._accepted: set[tuple[tuple[int, ...], ...]] = set()
+
+    def find_mismatch(self, tensors: Sequence[Tensor]) -> str | None:
+        """Describe the first difference; None: the shapes fit."""
+        shapes = tuple([tuple(tensor.shape) for tensor in tensors])
+        if shapes in self._accepted:
+            return None
+        mismatch = self._compare(shapes)
+        if mismatch is None and len(self._accepted) < 10_000:
+            self._accepted.add(shapes)
+        return mismatch
+
+    def _compare(self, shapes: Sequence[tuple[int, ...]]) -> str | None:
+        values: dict[Any, int] = {}
+        for name, expected, got in zip(self.names, self.shapes, shapes, strict=True):
+            if len(expected) != len(got):
+                return f"expected {name!r} with {len(expected)} dimensions, got {len(got)}"
+            for size, number in zip(expected, got, strict=True):
+                if size in self._symbols and values.setdefault(size, number) != number:
+                    return f"expected {self.describe()}, got {_format(name, got)}"
+        for name, expected, got in zip(self.names, self.shapes, shapes, strict=True):
+            for size, number in zip(expected, got, strict=True):
+                known = size if isinstance(size, int) else size.subs(values)
+                # A size that other symbols determine must only be the same everywhere.
+                known = known if isinstance(known, int) or known.is_number else values.setdefault(size, number)
+                if int(known) != number:
+                    return f"expected {self.describe()}, got {_format(name, got)}"
+        for condition in self.conditions:
+            if not bool(condition.subs(values)):
+                other = _format_all(self.names, shapes)
+                return f"expected sizes with {self._spell(condition)} in {self.describe()}, got {other}"
+        return None
+
+    @property
+    def spelled(self) -> list[list[str]]:
+        """The sizes as text, such as `s0`."""
+        return [list(map(self._spell, shape)) for shape in self.shapes]
+
+    def describe(self) -> str:
+        """The shapes as text, such as `x[s0, 3, s1, s1]`."""
+        return _format_all(self.names, self.spelled)
+
+    def without_ones(self, tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
+        """Shapes like those of some tensors, with 2 in place of the symbols that are 1 there."""
+        values: dict[Any, int] = {}
+        for shape, tensor in zip(self.shapes, tensors, strict=True):
+            values |= {
+                size: max(number, 2) for size, number in zip(shape, tensor.shape, strict=True) if size in self._symbols
+            }
+        return [
+            tuple([_evaluate(size, values, number) for size, number in zip(shape, tensor.shape, strict=True)])
+            for shape, tensor in zip(self.shapes, tensors, strict=True)
+        ]
+
+    def _spell(self, expression: Any) -> str:
+        names = {str(symbol): name for symbol, name in self._names.items()}
+        return re.sub(r"\b[a-z]+\d+\b", lambda match: names.get(match[0], match[0]), str(expression))
+
+
+def _evaluate(size: Any, values: Mapping[Any, int], default: int) -> int:
+    """The value of a size; the default if it has symbols without a value."""
+    known = size if isinstance(size, int) else size.subs(values)
+    return int(known) if isinstance(known, int) or known.is_number else default
+
+
+def _symbols_of(size: Any) -> list[Any]:
+    return [] if isinstance(size, int) else sorted(size.free_symbols, key=str)
+
+
+def _format_all(names: Sequence[str], shapes: Sequence[Sequence[Any]]) -> str:
+    return ", ".join(map(_format, names, shapes))
+
+
+def _format(name: str, shape: Sequence[Any]) -> str:
+    return f"{name}[{', '.join(map(str, shape))}]"

@@ -1,0 +1,1 @@
+"""Stages as graphs of operators: captured from a run, compiled, and exported."""

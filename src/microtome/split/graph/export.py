@@ -1,0 +1,177 @@
+"""Write a stage as a program that other runtimes run: torch.export, ONNX, ExecuTorch."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from microtome.engine.pytree import tensors_in
+from microtome.errors import BadQuery, Unsupported, describe_error
+from microtome.files.reading import File
+from microtome.files.writing import translate_write_errors, write_atomically, write_buffers
+from microtome.inputs import Inputs
+from microtome.split.boundary.boundary import Boundary
+from microtome.split.graph.comparison import compare_outputs
+from microtome.split.graph.runtimes import import_runtime, run_executorch, run_onnx
+from microtome.split.graph.stage_graph import StageGraph, capture_stage, example_of
+from microtome.split.stage import Stage
+
+#: The opset of ONNX files.
+OPSET = 20
+#: The largest difference of a runtime of other kernels, relative to the largest number of an output.
+_TOLERANCE = 1e-5
+_METADATA = "stage.json"
+
+
+class ExportedStage(NamedTuple):
+    """A stage that was written to a file.
+
+    Attributes:
+        file: The file.
+        metadata: What it says about itself: model, fingerprint, cuts, names, shapes and dtypes.
+        verified: How its outputs on the example differ from those of the stage.
+    """
+
+    file: str
+    metadata: dict[str, Any]
+    verified: str
+
+
+def export_stage(stage: Stage, file: File, *, dynamic: bool = True, example: Any = None) -> ExportedStage:
+    """Capture, write, load again and compare a stage; see `Stage.export`."""
+    path = Path(file)
+    writer = _WRITERS.get(path.suffix)
+    if writer is None:
+        raise BadQuery(f"expected a file that ends in {', '.join(_WRITERS)}, got {str(file)!r}")
+    example = example_of(stage) if example is None else example
+    if example is None:
+        raise Unsupported(
+            "an exported stage is compared with the stage before it is written, on an example: the weights before the "
+            "stage are not here, so pass the boundary of an example as example="
+        )
+    graph = capture_stage(stage, dynamic=dynamic and path.suffix != ".pte")
+    tensors = _tensors(graph, stage, example)
+    metadata = _describe(stage, graph)
+    with _quiet():
+        try:
+            data, run = writer(graph, tensors, metadata)
+        except Exception as error:  # whatever the exporter or the runtime raises
+            raise Unsupported(
+                f"cannot export stage {stage.index} as {path.suffix}: {describe_error(error)[:500]}"
+            ) from error
+        verified = compare_outputs(_named(graph, run(tensors)), graph.module(*tensors), f"{path.name}", _TOLERANCE)
+    with translate_write_errors(repr(str(path))):
+        write_atomically(path, lambda descriptor: write_buffers(descriptor, [data]))
+    return ExportedStage(str(path), metadata, verified)
+
+
+def _tensors(graph: StageGraph, stage: Stage, example: Any) -> list[Tensor]:
+    """The tensors of an example."""
+    if isinstance(example, Boundary):
+        return [example.tensors[name] for name in graph.inputs]
+    inputs = Inputs.of(example, stage.model)
+    return list(tensors_in((inputs.args, inputs.kwargs)))
+
+
+def _named(graph: StageGraph, outputs: Sequence[Tensor]) -> dict[str, Tensor]:
+    return dict(zip(graph.outputs, outputs, strict=True))
+
+
+def _describe(stage: Stage, graph: StageGraph) -> dict[str, Any]:
+    """What a file says about the stage in it."""
+    inputs = {
+        name: {"shape": list(map(str, shape)), "dtype": str(dtype).removeprefix("torch.")}
+        for name, shape, dtype in zip(graph.inputs, graph.shapes.spelled, graph.dtypes, strict=True)
+    }
+    return {
+        "kind": "stage",
+        "model": type(stage.model).__qualname__,
+        "fingerprint": stage.fingerprint,
+        "begins_at": stage.begins_at,
+        "ends_at": stage.ends_at,
+        "inputs": inputs,
+        "outputs": list(graph.outputs),
+        "static": graph.static,
+        "torch": torch.__version__,
+    }
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the notes of exporters."""
+    level = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
+
+
+# -- formats -----------------------------------------------------------------------------------------------------------
+
+#: The bytes of a file, and a function that runs it.
+_Written = tuple[bytes, Callable[[Sequence[Tensor]], list[Tensor]]]
+
+
+def _to_program(graph: StageGraph, tensors: Sequence[Tensor]) -> Any:
+    """Return an `ExportedProgram`, with the dynamic sizes of the graph."""
+    dynamic = tuple(
+        {dim: torch.export.Dim.DYNAMIC for dim, size in enumerate(shape) if not isinstance(size, int)}
+        for shape in graph.shapes.shapes
+    )
+    # A size of 1 is always taken for a fixed one. Values do not matter.
+    shapes = graph.shapes.without_ones(tensors)
+    examples = tuple(tensor.new_zeros(shape) for tensor, shape in zip(tensors, shapes, strict=True))
+    return torch.export.export(graph.module, examples, dynamic_shapes=dynamic, strict=False)
+
+
+def _write_program(graph: StageGraph, tensors: Sequence[Tensor], metadata: dict[str, Any]) -> _Written:
+    buffer = io.BytesIO()
+    torch.export.save(_to_program(graph, tensors), buffer, extra_files={_METADATA: json.dumps(metadata)})
+    module = torch.export.load(io.BytesIO(buffer.getvalue())).module()
+    return buffer.getvalue(), lambda inputs: list(module(*inputs).values())
+
+
+def _write_onnx(graph: StageGraph, tensors: Sequence[Tensor], metadata: dict[str, Any]) -> _Written:
+    import_runtime("onnx", "onnx", "onnxscript", "onnxruntime")
+    program = torch.onnx.export(
+        _to_program(graph, tensors),
+        input_names=list(graph.inputs),
+        output_names=list(graph.outputs),
+        opset_version=OPSET,
+        dynamo=True,
+        verbose=False,
+    )
+    assert program is not None
+    program.model.metadata_props["microtome"] = json.dumps({**metadata, "opset": OPSET})
+    data = program.model_proto.SerializeToString()
+    return data, run_onnx(data)
+
+
+def _write_executorch(graph: StageGraph, tensors: Sequence[Tensor], metadata: dict[str, Any]) -> _Written:
+    exir = import_runtime("executorch", "executorch.exir", "executorch.runtime")
+    module = copy.copy(graph.module)
+    module.graph = copy.deepcopy(module.graph)
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        node.target = torch.ops.aten.reshape.default  # the strides of its runtime are others
+    module.recompile()
+    program = torch.export.export(module, tuple(tensors), strict=False)
+    text = json.dumps(metadata)
+    edge = exir.to_edge_transform_and_lower(program, constant_methods={"microtome": text})
+    data = bytes(edge.to_executorch().buffer)
+    return data, run_executorch(data)
+
+
+_WRITERS = {".pt2": _write_program, ".onnx": _write_onnx, ".pte": _write_executorch}

@@ -1,0 +1,277 @@
+"""Capture a stage as a graph of operators, with its own weights alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from microtome.engine import Call, Session
+from microtome.engine.argument_names import named_arguments
+from microtome.engine.graph_capture import CapturedRun, capture_run
+from microtome.engine.pytree import named_tensors, tensors_in
+from microtome.engine.symbolic_shapes import ShapeCheck, SymbolicShapes
+from microtome.errors import Unsupported
+from microtome.inputs import Inputs
+from microtome.split.analysis.structure_spec import PLAIN, flatten
+from microtome.split.boundary.boundary import Boundary
+from microtome.split.execution.schedule import Schedule
+from microtome.split.execution.stage_run import StageRun
+from microtome.split.graph.partition import HiddenSize, Partition, source_of
+from microtome.split.stage import Stage
+from microtome.split.state.stage_state import StageState
+from microtome.split.weights import tensor_at
+
+
+class StageGraph(NamedTuple):
+    """A stage as a graph.
+
+    Attributes:
+        module: The graph, which takes the tensors of `inputs` by position and returns a dict of those of `outputs`.
+        inputs: The names of the tensors that it takes: those of a boundary, or of the model's arguments.
+        outputs: The names of those that it returns: of a boundary, or paths in the model's output.
+        shapes: The shapes that it accepts.
+        dtypes: The dtypes that it accepts.
+        plain: The numbers and strings of the model's output; None: some depend on shapes.
+        static: Why sizes of the example are fixed, by dimension, such as `x[0]`.
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    shapes: ShapeCheck
+    dtypes: tuple[torch.dtype, ...]
+    plain: list[Any] | None
+    static: dict[str, str]
+
+
+class _Attempt(NamedTuple):
+    """Which sizes of the inputs are symbols.
+
+    Attributes:
+        dims: The number of leading dimensions of each input with sizes that may be symbols; None: all.
+        static: Dimensions that are not, by name, with the reason.
+    """
+
+    dims: int | None
+    static: dict[str, str]
+
+
+def capture_stage(stage: Stage, *, dynamic: bool = True) -> StageGraph:
+    """Capture a stage, with as many symbolic sizes as its code allows.
+
+    The whole model is run on fake tensors, and what lies between the two cuts is taken from the graph of that run.
+    """
+    own = _check_capturable(stage)
+    example = _enlarge_batch(own) if dynamic else own
+    attempts = [_Attempt(None, {}), _Attempt(1, {})] if dynamic else []
+    static: dict[str, str] = {}
+    errors: list[Unsupported] = []
+    for attempt in attempts:
+        found = _capture_with_visible_sizes(stage, example, attempt._replace(static=dict(static)))
+        if isinstance(found, StageGraph):
+            return found
+        errors.append(found)
+    captured = _capture(stage, own, _Attempt(0, {}))
+    reason = str(errors[-1]) if errors else "dynamic=False"
+    captured.static.update(dict.fromkeys(_dims(stage, own), reason))
+    return captured
+
+
+def _capture_with_visible_sizes(stage: Stage, example: Inputs, attempt: _Attempt) -> StageGraph | Unsupported:
+    """Capture a stage; sizes that it needs and cannot see are fixed."""
+    while True:
+        try:
+            return _capture(stage, example, attempt)
+        except HiddenSize as error:
+            hidden = getattr(error, "dims", {})
+            if not hidden.keys() - attempt.static.keys():
+                return error
+            attempt.static.update(hidden)
+        except Unsupported as error:
+            return error
+
+
+def example_of(stage: Stage) -> Inputs | Boundary | None:
+    """What the stage takes on the example that the model was split on; None: the weights before it are not here."""
+    if stage.example is None or stage.begins is None:
+        return stage.example
+    head = Stage(stage.model, 0, None, stage.begins, stage.spec, (), stage.fingerprint, stage.state, stage.example)
+    try:
+        with torch.no_grad():
+            boundary: Boundary = head(*stage.example.args, **stage.example.kwargs)
+    except (Unsupported, RuntimeError):  # weights on meta beside others
+        return None
+    return None if any(tensor.is_meta for tensor in boundary.tensors.values()) else boundary
+
+
+def _check_capturable(stage: Stage) -> Inputs:
+    """Raise if a stage cannot be captured; return its example."""
+    if stage.example is None:
+        raise Unsupported("the example that the model was split on is not here: split it, or load it with load_stage")
+    if stage.state is not None or stage.spec.states:
+        raise Unsupported(
+            "a stage that keeps state between runs, such as a KV cache, cannot be captured as a graph: split the model "
+            "with inputs for a single pass, such as use_cache=False"
+        )
+    if stage.spec.inputs.num_arrays:
+        raise Unsupported("a stage of a model that takes numpy arrays cannot be captured as a graph: pass tensors")
+    if stage.draws_random_numbers:
+        raise Unsupported(
+            "a model that draws random numbers between calls before the cut cannot be captured as a graph: set the "
+            "model to eval mode, or pass the random numbers as inputs"
+        )
+    return stage.example
+
+
+def _dims(stage: Stage, inputs: Inputs) -> Iterator[str]:
+    for name, tensor in _named_inputs(stage, inputs):
+        yield from (f"{name}[{dim}]" for dim in range(tensor.dim()))
+
+
+def _named_inputs(stage: Stage, inputs: Inputs) -> list[tuple[str, Tensor]]:
+    """The tensors among the model's arguments with their names, each once."""
+    named = named_arguments(stage.model, inputs).items()
+    every = [(f"{name}{path}", tensor) for name, value in named for path, tensor in named_tensors(value)]
+    return list({id(tensor): (name, tensor) for name, tensor in reversed(every)}.values())[::-1]
+
+
+def _enlarge_batch(inputs: Inputs) -> Inputs:
+    """Repeat tensors of one row, since a size of 1 is always taken for a fixed one."""
+    from microtome.engine.pytree import map_tensors
+
+    tensors = [tensor for tensor in tensors_in((inputs.args, inputs.kwargs)) if tensor.dim()]
+    if not tensors or any(tensor.shape[0] != 1 for tensor in tensors):
+        return inputs
+    args, kwargs = map_tensors(
+        lambda tensor: torch.cat([tensor, tensor]) if tensor.dim() else tensor, (inputs.args, inputs.kwargs)
+    )
+    return Inputs(*args, **kwargs)
+
+
+def _capture(stage: Stage, example: Inputs, attempt: _Attempt) -> StageGraph:
+    named = _named_inputs(stage, example)
+    dynamic = {
+        id(tensor): [
+            dim
+            for dim in range(tensor.dim() if attempt.dims is None else min(attempt.dims, tensor.dim()))
+            if f"{name}[{dim}]" not in attempt.static
+        ]
+        for name, tensor in named
+    }
+    shapes = SymbolicShapes(dynamic, stage.device)
+    groups: dict[str, Any] = {}
+    captured = capture_run(stage.model, example, lambda inputs: _run(stage, inputs, groups), shapes)
+    *boundaries, outputs = _output_nodes(captured.graph)
+    inputs = [node for node in captured.graph.graph.nodes if node.op == "placeholder"]
+    names = [name for name, _ in named]
+    if stage.begins_at is not None:
+        inputs, names = list(map(source_of, boundaries[0])), groups["begins"]
+    ends = boundaries[-1] if stage.ends_at is not None else outputs
+    ends_names = groups["ends" if stage.ends_at is not None else "output"]
+    partition = Partition(inputs, names)
+    try:
+        graph = partition.finish(dict(zip(ends_names, map(source_of, ends), strict=True)))
+    except HiddenSize as error:
+        error.dims = _dims_of(error.symbol, captured, named, shapes, stage)  # type: ignore[attr-defined]
+        raise
+    module = _bind(stage, graph, captured)
+    fixed = dict(attempt.static)
+    for name, tensor in named:
+        fixed |= {f"{name}[{dim}]": reason for dim, reason in shapes.fixed_dims(tensor).items()}
+    sizes = [[shapes.size(size) for size in node.meta["val"].shape] for node in inputs]
+    check = ShapeCheck(names, sizes, shapes.conditions())
+    module.meta |= {"inputs": tuple(names), "outputs": tuple(ends_names), "shapes": check.describe(), "static": fixed}
+    dtypes = tuple(node.meta["val"].dtype for node in inputs)
+    return StageGraph(module, tuple(names), tuple(ends_names), check, dtypes, groups["plain"], fixed)
+
+
+def _run(stage: Stage, inputs: Inputs, groups: dict[str, Any]) -> list[list[Tensor]]:
+    """Run the whole model; return the tensors that cross the cuts of a stage, and the output; add the names of each."""
+    schedules = {"begins": stage.begins, "ends": stage.ends}
+    recorded = {name: schedule for name, schedule in schedules.items() if schedule is not None}
+    with ExitStack() as stack:
+        runs = {name: _record(stage, schedule, inputs, stack) for name, schedule in recorded.items()}
+        output = inputs.run(stage.model)
+    tensors = {name: run.crossing for name, run in runs.items()}
+    groups.update({name: list(found) for name, found in tensors.items()})
+    paths = dict(named_tensors(output))
+    groups["output"] = [path or "output" for path in paths]
+    plain = flatten(output, (inputs.args, inputs.kwargs))[2]
+    groups["plain"] = plain if all(type(value) in PLAIN for value in plain) else None
+    return [*(list(found.values()) for found in tensors.values()), list(paths.values())]
+
+
+class _CutRecorder(StageRun):
+    """Records what crosses a cut, in a run that goes on after it.
+
+    Attributes:
+        crossing: Copies of the tensors, by name: the run may write to them after the cut.
+    """
+
+    def __init__(self, ends: Schedule) -> None:
+        super().__init__(None, ends)
+        self.crossing: dict[str, Tensor] = {}
+
+    def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        was_complete = self.is_complete(call)
+        super().exit(call, args, kwargs, output)
+        if self.is_complete(call) and not was_complete:
+            self.crossing = {name: tensor.clone() for name, tensor in self.boundary("").tensors.items()}
+
+
+def _record(stage: Stage, schedule: Schedule, inputs: Inputs, stack: ExitStack) -> _CutRecorder:
+    """Record what crosses a cut while the block is open."""
+    run = _CutRecorder(schedule)
+    run.begin(StageState([]))
+    run.record_inputs(stage.flatten_inputs(inputs))
+    modules = stage.modules_of(schedule)
+    stack.enter_context(
+        Session(stage.model, [run], at=modules, fast_paths=True, other_threads="ignore", backward=False)
+    )
+    return run
+
+
+def _output_nodes(graph: fx.GraphModule) -> Sequence[Sequence[fx.Node]]:
+    (output,) = (node for node in graph.graph.nodes if node.op == "output")
+    groups: Any = output.args[0]
+    return list(groups)
+
+
+def _dims_of(
+    symbol: Any,
+    captured: CapturedRun,
+    named: Iterable[tuple[str, Tensor]],
+    shapes: SymbolicShapes,
+    stage: Stage,
+) -> dict[str, str]:
+    """The dimensions of the model's inputs with a symbol as their size, and why they are fixed."""
+    nodes = [node for node in captured.graph.graph.nodes if node.op == "placeholder"]
+    reason = f"the stage from {stage.begins_at!r} needs the size, which does not cross the cut"
+    return {
+        f"{name}[{dim}]": reason
+        for (name, _), node in zip(named, nodes, strict=True)
+        for dim, size in enumerate(node.meta["val"].shape)
+        if shapes.size(size) == symbol
+    }
+
+
+def _bind(stage: Stage, graph: fx.Graph, captured: CapturedRun) -> fx.GraphModule:
+    """Make a module of a graph, with the weights of the stage under their names in the model."""
+    tensors: dict[str, Any] = {}
+    for node in graph.nodes:
+        if node.op != "get_attr":
+            continue
+        name = captured.weights.get(node.target)
+        if name is None:
+            tensors[node.target] = getattr(captured.graph, node.target)
+            continue
+        node.target, tensors[name] = name, tensor_at(stage.model, name)
+        if tensors[name] is None or tensors[name].is_meta:
+            raise Unsupported(f"the weight {name!r} of the stage is not loaded: capture the stage where it is")
+    graph.eliminate_dead_code()
+    graph.lint()
+    return fx.GraphModule(tensors, graph, class_name=f"{type(stage.model).__name__}Stage{stage.index}")
