@@ -145,24 +145,24 @@ class _Simulation:
 # -- three processes on one machine ------------------------------------------------------------------------------------
 
 
-def simulate_processes(seconds: Mapping[str, float], hop_s: float, *, forwarded: bool) -> Outcome:
+def simulate_processes(seconds: Mapping[str, float], one_server: Mapping[str, float]) -> Outcome:
     """Simulate a stream over processes that share the cores of this machine.
+
+    Half of a hop is spent on either side of it, in threads beside that of the stage. Two busy cores share the memory's
+    bandwidth: a stage takes longer by the ratio that is measured with one server.
 
     Args:
         seconds: Of each stage, alone, and `"added"` of a single request beside them, as measured.
-        hop_s: Seconds that the first hop adds; half of a hop is spent on either side of it.
-        forwarded: Whether servers send to each other.
+        one_server: The same for one server, with those of the head in a stream.
     """
-    stages = [spent for name, spent in seconds.items() if name.startswith("stage")]
+    contention = max(one_server["busy head"] / one_server["stage 0"], 1.0)
+    stages = [contention * spent for name, spent in seconds.items() if name.startswith("stage")]
+    hop_s = one_server["added"]
     later_s = max(seconds["added"] - hop_s, 0.0) / (len(stages) - 2)
     steps = [Step(("process 0", "core"), stages[0])]
     for hop, _ in enumerate(pairwise(stages)):
         each_s = (hop_s if hop == 0 else later_s) / 2
-        sender = f"process {hop}" if forwarded else "process 0"
-        steps += [
-            Step((sender, "core"), each_s),
-            Step((f"process {hop + 1}", "core"), each_s + stages[hop + 1]),
-        ]
+        steps += [Step(("core",), 2 * each_s), Step((f"process {hop + 1}", "core"), stages[hop + 1])]
     capacities = {f"process {index}": 1 for index in range(len(stages))} | {"core": _CORES}
     return simulate(steps, capacities, requests=400, window=8)
 
@@ -170,9 +170,9 @@ def simulate_processes(seconds: Mapping[str, float], hop_s: float, *, forwarded:
 def compare() -> Iterator[Target]:
     """Compare the simulation with streams over three real processes."""
     routes = measure_routes(PAIRS, rounds=4)
-    hop_s = routes.pop("one server")["added"]
+    one_server = routes.pop("one server")
     for name, seconds in routes.items():
-        found = simulate_processes(seconds, hop_s, forwarded="forwarded" in name)
+        found = simulate_processes(seconds, one_server)
         measured_s = seconds["interval"]
         listed = ", ".join(f"{what} {1e3 * spent:.1f}" for what, spent in seconds.items())
         yield Target(

@@ -24,8 +24,8 @@ def measure(routes: dict[str, tuple[list[str], list[str]]], streams: list[str], 
     """Measure some routes, given by their servers and cuts.
 
     Returns:
-        For each route: the seconds of each stage, those that a single request takes beside them (`added`), and those
-        from result to result in a stream (`interval`) for the routes to be streamed over.
+        For each route: the seconds of each stage, those that a single request takes beside them (`added`), and, for the
+        routes to be streamed over, those from result to result (`interval`) and of the head meanwhile (`busy head`).
     """
     found = build(MODEL, INPUTS)
     (x,) = found.inputs.args
@@ -47,6 +47,8 @@ def measure(routes: dict[str, tuple[list[str], list[str]]], streams: list[str], 
                         seen[name].setdefault(what, []).append(spent)
             for name in streams:
                 seen[name].setdefault("interval", []).append(interval(remotes[name].stream(repeat(x, 20))))
+                heads = [sent.head_s for sent in list(remotes[name].requests)[-15:]]
+                seen[name].setdefault("busy head", []).append(lower_quartile(heads))
     return {name: {what: lower_quartile(spent) for what, spent in each.items()} for name, each in seen.items()}
 
 
@@ -61,7 +63,7 @@ def measure_routes(cuts: Mapping[str, Sequence[str]], rounds: int) -> dict[str, 
         for name, pair in cuts.items():
             routes[name] = [first, second], list(pair)
             routes[f"{name}, forwarded"] = [forwards, second], list(pair)
-        options = {"routes": routes, "streams": list(routes)[1:], "rounds": rounds}
+        options = {"routes": routes, "streams": list(routes), "rounds": rounds}
         result: dict[str, dict[str, float]] = job(LOOPBACK, "benchmarks.remote.chain:measure", options)
         return result
 

@@ -15,6 +15,7 @@ from microtome.engine.pytree import as_state, tensors_in
 from microtome.engine.selectors import named_modules
 from microtome.engine.signals import signal_safe
 from microtome.errors import BadBoundary, BadInputs, MicrotomeError, Unsupported
+from microtome.files.reading import File
 from microtome.inputs import Inputs
 from microtome.split.analysis.call_arguments import state_objects_in
 from microtome.split.analysis.structure_spec import PLAIN, SplitSpec, check_structure
@@ -27,6 +28,7 @@ from microtome.split.state.stage_state import StageState
 from microtome.split.weights import tensor_at
 
 if TYPE_CHECKING:
+    from microtome.split.graph.exported_stage import ExportedStage
     from microtome.split.variants import StageVariants
 
 
@@ -129,8 +131,8 @@ class Stage:
         >>> model, x = zoo.build("tiny-resnet")
         >>> head, tail = mt.split(model, x, at="layer1.0.conv1")
         >>> graph = head.graph()
-        >>> graph.meta["shapes"], [*graph.state_dict()][:2]
-        ('x[s26, 3, s36, s98]', ['stem.0.weight', 'stem.1.weight'])
+        >>> graph.meta["shapes"], sorted(graph.state_dict())[:2]
+        ('x[s0, 3, s1, s2]', ['layer1.0.conv1.weight', 'stem.0.weight'])
         >>> boundary = graph(torch.ones(3, 3, 40, 48))
         >>> boundary["stem"].equal(head(torch.ones(3, 3, 40, 48)).tensors["stem"])
         True
@@ -165,6 +167,25 @@ class Stage:
         from microtome.split.graph.compiled_stage import compile_stage
 
         return compile_stage(self, backend, dynamic, example, options)
+
+    def export(self, file: File, *, dynamic: bool = True, example: Any = None) -> ExportedStage:
+        """Write the stage as a program for another runtime, which needs neither microtome nor the model's code.
+
+        The file is run on the example and compared with the stage before it is written; `verified` of the result is the
+        largest difference. Its metadata name the model, the cuts, the inputs and the outputs.
+
+        Args:
+            file: A path that ends in `.pt2` (torch.export), `.onnx` (needs `microtome[onnx]`) or `.pte` (ExecuTorch, of
+                the shapes of the example; needs `microtome[executorch]`).
+            dynamic: As in `graph`.
+            example: As in `compile`.
+
+        Raises:
+            Unsupported: The stage cannot be captured or exported, or the file computes other outputs.
+        """
+        from microtome.split.graph.export import export_stage
+
+        return export_stage(self, file, dynamic=dynamic, example=example)
 
     def parameters_needed(self) -> list[str]:
         """The names of the parameters and buffers that the stage reads."""

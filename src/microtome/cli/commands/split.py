@@ -18,15 +18,22 @@ if TYPE_CHECKING:
 @click.command()
 @model_options("weights")
 @click.option("--at", multiple=True, required=True, metavar="ADDRESS", help="Cut at the exit of this call; repeatable.")
+@click.option(
+    "--export",
+    type=click.Choice(["pt2", "onnx", "pte"]),
+    help="Also write each stage as a program of torch.export, ONNX or ExecuTorch.",
+)
 @click.option("--to", required=True, type=click.Path(file_okay=False), metavar="FOLDER", help="Write to this folder.")
-def split(*, model: ModelOptions, at: tuple[str, ...], to: str) -> None:
+def split(*, model: ModelOptions, at: tuple[str, ...], export: str | None, to: str) -> None:
     """Cut a model into stages that together compute exactly its output, and write the weights of each to a folder.
 
     MODEL is as for `microtome profile`; `microtome cuts` lists the addresses. microtome.load_stage reads the folder.
+    Programs of --export need neither microtome nor the model's code; each is compared with its stage.
     """
     if "auto" in at:
         raise click.UsageError("--at auto is for microtome run: microtome plan finds the best cut, pass its address")
-    resolved = model.resolve(uses_values=True, one_pass=False)  # stages of a language model keep its cache
+    # Stages of a language model keep its cache, which programs cannot.
+    resolved = model.resolve(uses_values=True, one_pass=export is not None)
     import torch
 
     from microtome.split import split as split_model
@@ -36,6 +43,12 @@ def split(*, model: ModelOptions, at: tuple[str, ...], to: str) -> None:
         stages.save(to)
     click.echo(f"{model.name} cut at {', '.join(stages.at)}: {stages.verified}, on {resolved.arguments}")
     click.echo("\n".join(_describe_stages(stages, Path(to))))
+    for stage in stages if export is not None else ():
+        file = Path(to) / f"stage{stage.index}.{export}"
+        with show_progress(f"exporting {file}"):
+            exported = stage.export(file)
+        fixed = "".join(f"; {dim} is fixed: {why}" for dim, why in exported.metadata["static"].items())
+        click.echo(f"{file}: {size(file.stat().st_size)}, {exported.verified}{fixed}")
 
 
 def _describe_stages(stages: Stages, folder: Path) -> list[str]:

@@ -10,18 +10,19 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from microtome.engine.pytree import tensors_in
-from microtome.errors import BadQuery, Unsupported, describe_error
+from microtome.errors import BadQuery, MicrotomeError, Unsupported, describe_error
 from microtome.files.reading import File
 from microtome.files.writing import translate_write_errors, write_atomically, write_buffers
 from microtome.inputs import Inputs
 from microtome.split.boundary.boundary import Boundary
 from microtome.split.graph.comparison import compare_outputs
+from microtome.split.graph.exported_stage import ExportedStage
 from microtome.split.graph.runtimes import import_runtime, run_executorch, run_onnx
 from microtome.split.graph.stage_graph import StageGraph, capture_stage, example_of
 from microtome.split.stage import Stage
@@ -31,20 +32,6 @@ OPSET = 20
 #: The largest difference of a runtime of other kernels, relative to the largest number of an output.
 _TOLERANCE = 1e-5
 _METADATA = "stage.json"
-
-
-class ExportedStage(NamedTuple):
-    """A stage that was written to a file.
-
-    Attributes:
-        file: The file.
-        metadata: What it says about itself: model, fingerprint, cuts, names, shapes and dtypes.
-        verified: How its outputs on the example differ from those of the stage.
-    """
-
-    file: str
-    metadata: dict[str, Any]
-    verified: str
 
 
 def export_stage(stage: Stage, file: File, *, dynamic: bool = True, example: Any = None) -> ExportedStage:
@@ -65,6 +52,8 @@ def export_stage(stage: Stage, file: File, *, dynamic: bool = True, example: Any
     with _quiet():
         try:
             data, run = writer(graph, tensors, metadata)
+        except MicrotomeError:
+            raise
         except Exception as error:  # whatever the exporter or the runtime raises
             raise Unsupported(
                 f"cannot export stage {stage.index} as {path.suffix}: {describe_error(error)[:500]}"

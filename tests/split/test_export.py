@@ -1,0 +1,145 @@
+"""Stages as programs of torch.export, ONNX and ExecuTorch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import microtome as mt
+from microtome import zoo
+from microtome.errors import BadQuery, NotInstalled, Unsupported
+from microtome.split.graph import runtimes
+from microtome.split.graph.comparison import compare_outputs
+from microtome.split.graph.runtimes import run_executorch, run_onnx
+
+pytestmark = [
+    pytest.mark.integration,
+    # of the exporters and of what they import
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _without_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(name="small")
+def split_small() -> tuple[nn.Module, Tensor, Any]:
+    model, x = zoo.build("tiny-resnet")
+    assert isinstance(x, Tensor)
+    return model, x, mt.split(model, x, at="layer1.0.conv1")
+
+
+Small = tuple[nn.Module, Tensor, Any]
+
+
+def test_a_program_of_torch_computes_the_stage_bit_for_bit(small: Small, tmp_path: Path) -> None:
+    model, _, (head, tail) = small
+    exported = [stage.export(tmp_path / f"{stage.index}.pt2") for stage in (head, tail)]
+    assert [one.verified for one in exported] == ["bit-equal"] * 2
+    files: dict[str, Any] = {"stage.json": ""}
+    first = torch.export.load(exported[0].file, extra_files=files).module()
+    last = torch.export.load(exported[1].file).module()
+    for size in ((2, 3, 32, 32), (5, 3, 40, 48)):
+        image = torch.randn(size)
+        (output,) = last(*first(image).values()).values()
+        assert output.equal(model(image))
+    metadata = json.loads(files["stage.json"])
+    assert metadata == exported[0].metadata
+    assert (metadata["model"], metadata["begins_at"], metadata["ends_at"]) == ("ResNet", None, "layer1.0.conv1")
+    assert metadata["inputs"] == {"x": {"shape": ["s0", "3", "s1", "s2"], "dtype": "float32"}}
+    assert metadata["outputs"] == ["stem", "layer1.0.conv1"]
+    assert metadata["fingerprint"] == head.fingerprint
+    with pytest.raises(Exception, match="Guard failed|Expected|shape"):  # torch.export checks shapes itself
+        first(torch.randn(2, 4, 32, 32))
+
+
+def test_a_model_of_onnx_runs_at_other_sizes(small: Small, tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx", reason="needs microtome[onnx]")
+    pytest.importorskip("onnxscript", reason="needs microtome[onnx]")
+    model, x, (head, tail) = small
+    exported = [stage.export(tmp_path / f"{stage.index}.onnx") for stage in (head, tail)]
+    first, last = (run_onnx(Path(one.file).read_bytes()) for one in exported)
+    for image in (x, torch.randn(5, 3, 40, 48)):
+        expected = model(image)
+        (output,) = last(first([image]))
+        assert (output - expected).abs().max() <= 1e-5 * expected.abs().max()
+    loaded = onnx.load(exported[0].file)
+    assert [one.name for one in loaded.graph.input] == ["x"]
+    assert [one.name for one in loaded.graph.output] == ["stem", "layer1.0.conv1"]
+    metadata = json.loads({one.key: one.value for one in loaded.metadata_props}["microtome"])
+    assert metadata == {**exported[0].metadata, "opset": 20}
+    assert [one.version for one in loaded.opset_import if not one.domain] == [20]
+    crossed = mt.Boundary(
+        "layer1.0.conv1", tail.fingerprint, dict(zip(metadata["outputs"], first([x]), strict=True)), head(x).facts
+    )
+    assert (tail(crossed) - model(x)).abs().max() <= 1e-5 * model(x).abs().max()
+
+
+def test_a_program_of_executorch_runs(small: Small, tmp_path: Path) -> None:
+    pytest.importorskip("executorch.runtime", reason="needs microtome[executorch]")
+    model, x, (head, tail) = small
+    exported = head.export(tmp_path / "head.pte")
+    outputs = run_executorch(Path(exported.file).read_bytes())([x])
+    crossed = mt.Boundary(
+        "layer1.0.conv1", tail.fingerprint, dict(zip(exported.metadata["outputs"], outputs, strict=True)), head(x).facts
+    )
+    assert (tail(crossed) - model(x)).abs().max() <= 1e-5 * model(x).abs().max()
+    assert set(exported.metadata["static"].values()) == {"dynamic=False"}
+
+
+def test_an_example_of_one_row_gives_a_program_for_any_number(tmp_path: Path) -> None:
+    model, x = zoo.build("tiny-vit")
+    assert isinstance(x, Tensor)
+    head, _ = mt.split(model, x[:1], at="blocks.1")
+    program = torch.export.load(head.export(tmp_path / "head.pt2").file).module()
+    image = torch.randn(3, 3, 32, 32)
+    assert program(image)["blocks.1"].equal(head(image).tensors["blocks.1"])
+
+
+def test_a_loaded_stage_needs_an_example_where_the_head_is_not(small: Small, tmp_path: Path) -> None:
+    _, x, stages = small
+    stages.save(tmp_path / "parts")
+    tail = mt.load_stage(lambda: zoo.build("tiny-resnet")[0], tmp_path / "parts", "tail")
+    with pytest.raises(Unsupported, match="pass the boundary of an example as example="):
+        tail.export(tmp_path / "tail.pt2")
+    assert tail.export(tmp_path / "tail.pt2", example=stages[0](x)).verified == "bit-equal"
+    assert tail.compile(backend="eager").verified == "not verified: the example is not here"
+    assert tail.compile(backend="eager", example=stages[0](x)).verified == "bit-equal"
+
+
+def test_mistakes_are_named(small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = small[2][0]
+    with pytest.raises(BadQuery, match=r"expected a file that ends in .pt2, .onnx, .pte, got '.*head.zip'"):
+        head.export(tmp_path / "head.zip")
+
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(runtimes, "import_module", missing)
+    with pytest.raises(NotInstalled, match=r"onnx is not installed: pip install 'microtome\[onnx\]'"):
+        head.export(tmp_path / "head.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+def test_outputs_that_differ_by_more_than_rounding_are_refused() -> None:
+    expected = {"y": torch.tensor([1.0, 100.0])}
+    assert compare_outputs({"y": expected["y"] + 1e-4}, expected, "it", 1e-5) == (
+        "the outputs differ by at most 0.0001, of numbers up to 100"
+    )
+    with pytest.raises(Unsupported, match="it returns outputs that differ by 0.01, of numbers up to 100"):
+        compare_outputs({"y": expected["y"] + 1e-2}, expected, "it", 1e-5)
+    with pytest.raises(Unsupported, match=r"it returns another output\['y'\]"):
+        compare_outputs({"y": expected["y"].double()}, expected, "it")
+    with pytest.raises(Unsupported, match="it returns outputs that differ by"):
+        compare_outputs({"y": torch.tensor([torch.nan, 100.0])}, expected, "it")
