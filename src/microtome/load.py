@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +12,30 @@ from microtome.files.reading import File, read_json
 from microtome.results.base import load_result
 
 
-def load(file: File) -> Any:
-    """Read a result that `to_json` wrote, or a folder that `mt.record` wrote to.
+def load(file: File | Sequence[File]) -> Any:
+    """Read a result that `to_json` wrote, or a folder that `mt.record` or `microtome.scale.ray.record` wrote to.
+
+    A list of folders becomes one recording of them all, in the order of the list: its statistics are the same to the
+    last bit as those of one recording of all the tensors.
 
     >>> load("/does/not/exist.json")
     Traceback (most recent call last):
         ...
     microtome.errors.BadFile: cannot read '/does/not/exist.json': No such file or directory
     """
-    if not Path(file).is_dir():
-        return load_result(file)
-    from microtome.capture.store import open_folder  # not imported for other results: it is large
+    if not isinstance(file, str | PathLike):
+        return _load_recordings(list(file))
+    return _load_recordings([file]) if Path(file).is_dir() else load_result(file)
 
-    if not (Path(file) / "manifest.json").exists():
-        _check_holds_no_other(Path(file))
-    return open_folder(file)
+
+def _load_recordings(folders: list[File]) -> Any:
+    from microtome.capture.store.merged import open_recordings  # not imported for other results: it is large
+    from microtome.capture.store.parts import PARTS
+
+    for folder in map(Path, folders):
+        if folder.is_dir() and not any((folder / name).exists() for name in ("manifest.json", PARTS)):
+            _check_holds_no_other(folder)
+    return open_recordings(folders)
 
 
 def _check_holds_no_other(folder: Path) -> None:

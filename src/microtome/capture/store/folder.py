@@ -18,7 +18,7 @@ from microtome.files.reading import read_json, translate_read_errors
 from microtome.files.writing import open_for_writing, write_atomically, write_buffers
 
 #: The entries of a manifest that must be equal to append to a recording.
-_EQUAL_ENTRIES = ("model", "layout", "selectors", "reduce")
+EQUAL_ENTRIES = ("model", "layout", "selectors", "reduce")
 
 LOCK = ".lock"
 MANIFEST = "manifest.json"
@@ -143,7 +143,7 @@ def _to_json(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_manifest(folder: Path, content: dict[str, Any]) -> None:
     existing = read_manifest(folder).content
-    for key in _EQUAL_ENTRIES:
+    for key in EQUAL_ENTRIES:
         if existing.get(key) != content.get(key):
             raise BadFile(
                 f"{str(folder)!r} is a recording of something else: expected {key!r} to be {existing.get(key)!r}, "

@@ -190,9 +190,22 @@ class IndexTotals:
             self.nbytes += piece.nbytes
             self.next_run = max(self.next_run, *(run + 1 for run in piece.runs if run is not None), 0)
             self.counts[name] = self.counts.get(name, 0) + len(piece.shapes)
-            if name not in self.stats:
-                self.stats[name] = piece.stats.new()
-            self.stats[name].merge(piece.stats)
+            self._merge_stats(name, piece.stats)
+
+    def merge(self, other: IndexTotals) -> None:
+        """Add the totals of a recording that continues this one: its runs are after those of this one."""
+        for name in ("count", "written", "dropped", "nbytes", "shards", "next_run"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.full |= other.full
+        for name, count in other.counts.items():
+            self.counts[name] = self.counts.get(name, 0) + count
+        for name, stats in other.stats.items():
+            self._merge_stats(name, stats)
+
+    def _merge_stats(self, name: str, stats: Stats) -> None:
+        if name not in self.stats:
+            self.stats[name] = stats.new()
+        self.stats[name].merge(stats)
 
 
 def read_index(folder: Path, *, checked: bool) -> tuple[list[IndexLine], int]:

@@ -12,10 +12,11 @@ from typing import Any, Self
 from microtome.addresses import Addresses
 from microtome.capture.store.folder import read_manifest
 from microtome.capture.store.index import IndexLine, IndexTotals, read_index, tensor_key
+from microtome.capture.store.rows import RowId, RowRange, read_rows
 from microtome.capture.store.series import Series, StoredTensor
 from microtome.capture.store.shard import ShardReader
 from microtome.capture.store.stats import Stats
-from microtome.errors import BadFile, NoMatch
+from microtome.errors import BadFile, BadQuery, NoMatch
 from microtome.files.reading import translate_read_errors
 from microtome.files.tensors import CODE_DTYPES
 from microtome.files.types import find_mismatch
@@ -30,11 +31,15 @@ class Recording:
 
     Attributes:
         manifest: The description of the recording: the model, the selectors, versions.
+        rows: The rows of the data set that it is of; None: of none.
     """
 
-    def __init__(self, folder: Path, manifest: dict[str, Any], lines: list[IndexLine]) -> None:
+    def __init__(
+        self, folder: Path, manifest: dict[str, Any], lines: list[IndexLine], rows: RowRange | None = None
+    ) -> None:
         self.folder = folder
         self.manifest = manifest
+        self.rows = rows
         self._totals = IndexTotals()
         files = [(line.file, line) for line in lines if line.file is not None]
         sums = {file: line.header_sum for file, line in files if line.header_sum is not None}
@@ -96,6 +101,19 @@ class Recording:
             raise self._missing_error(address)
         return Series(address, self._tensors[address])
 
+    def ids(self, name: str) -> list[RowId]:
+        """Return the id of each row of `recording[name].cat()`: of its batches along the first dimension, in order.
+
+        Only a recording of a data set has ids, such as one that `microtome.scale.ray.record` wrote.
+        """
+        runs, by_run = self[name].runs, self._ids_by_run()
+        if by_run is None:
+            raise BadQuery(f"the recording {str(self.folder)!r} has no ids of rows: it is not of a data set")
+        return [row for run in runs if run is not None for row in by_run[run]]
+
+    def _ids_by_run(self) -> list[list[RowId]] | None:
+        return None if self.rows is None else self.rows.of_runs()
+
     def __len__(self) -> int:
         return len(self._tensors)
 
@@ -146,5 +164,6 @@ def open_folder(path: str | PathLike[str]) -> Recording:
         raise BadFile(f"expected a recording in {str(folder)!r}, got none: it is not a folder")
     manifest = read_manifest(folder)
     lines, _ = read_index(folder, checked=manifest.checked)
+    rows = read_rows(folder)
     with translate_read_errors(f"the recording in {str(folder)!r}"):
-        return Recording(folder, manifest.content, lines)
+        return Recording(folder, manifest.content, lines, rows)

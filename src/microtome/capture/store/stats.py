@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from microtome.capture.store.exact_sum import ExactSum, split_float
 from microtome.devices.base import backend_of
 from microtome.errors import BadQuery
 
@@ -21,6 +22,9 @@ _QUICK_ELEMENTS = 1 << 13
 
 #: Dtypes whose minimum and maximum are faster without conversion.
 _ORDERED = (torch.float64, torch.float32, torch.int64, torch.int32)
+
+#: The binary exponent by which elements are scaled down if their squares are too large for the dtype of the sums.
+_SHIFTS = {torch.float64: 600, torch.float32: 80}
 
 _scratch = threading.local()
 
@@ -85,11 +89,12 @@ class Histogram:
 class Stats:
     """Count, mean, variance, minimum and maximum of all elements passed to `add`.
 
-    Neither the order of the tensors nor their partition changes more than the last digits (Chan's parallel algorithm).
-    Sums are computed and merged in float64; those of at least 8192 elements of float32 are computed in float32,
-    thousands of elements at a time, if that preserves six digits: in two thirds of the time, so that statistics keep
-    up with a disk. NaN and infinities are counted separately and excluded otherwise. Complex numbers count by
-    magnitude.
+    Each tensor is summed in float64, in chunks; the sums of chunks are added without rounding, as integers, and rounded
+    once when `mean`, `squares` or `variance` is read. So all of these are the same to the last bit in whatever order
+    tensors are added, and in whatever groups they are added first and merged later. They are those of the elements to
+    rounding in a chunk: chunks of at least 8192 elements of float32 are summed in float32, thousands of elements at a
+    time, if that preserves six digits, in two thirds of the time, so that statistics keep up with a disk. NaN and
+    infinities are counted separately and excluded otherwise. Complex numbers count by magnitude.
 
     >>> stats = Stats()
     >>> stats.add(torch.tensor([1.0, 2.0])); stats.add(torch.tensor([3, 6])); stats.add(torch.tensor(float("nan")))
@@ -99,22 +104,37 @@ class Stats:
     Attributes:
         count: The number of finite elements.
         nonfinite: The number of others.
-        mean: None without a finite element, as are `variance`, `std`, `min` and `max`.
-        squares: The sum of the squared deviations from the mean.
+        min: None without a finite element, as are `max`, `mean`, `variance` and `std`.
+        total: The sum of the elements.
+        power: The sum of their squares.
     """
 
     count: int = 0
     nonfinite: int = 0
-    mean: float | None = None
-    squares: float = 0.0
     min: float | None = None
     max: float | None = None
+    total: ExactSum = field(default_factory=ExactSum)
+    power: ExactSum = field(default_factory=ExactSum)
     histogram: Histogram | None = None
+
+    @property
+    def mean(self) -> float | None:
+        return self.total.divide(self.count) if self.count else None
+
+    @property
+    def squares(self) -> float:
+        """The sum of the squared deviations from the mean."""
+        return self._squares_times_count().divide(self.count) if self.count else 0.0
 
     @property
     def variance(self) -> float | None:
         """The population variance."""
-        return self.squares / self.count if self.count else None
+        return self._squares_times_count().divide(self.count**2) if self.count else None
+
+    def _squares_times_count(self) -> ExactSum:
+        result = ExactSum(self.power.mantissa * self.count, self.power.exponent)
+        result.add(-(self.total.mantissa**2), 2 * self.total.exponent)
+        return result
 
     @property
     def std(self) -> float | None:
@@ -131,8 +151,7 @@ class Stats:
         if not chunk.numel():
             return
         if self.histogram is None and (quick := _quick_moments(chunk)) is not None:
-            low, high, mean, squares = quick
-            self._merge(chunk.numel(), mean, squares, low, high)
+            self._add_moments(chunk.numel(), *quick)
             return
         values = _wide(chunk)
         low, high, mean, squares = _moments(chunk, values)
@@ -145,29 +164,45 @@ class Stats:
             low, high, mean, squares = _moments(values, values.clone()) if count else (0.0, 0.0, 0.0, 0.0)
         elif self.histogram is not None:
             values = _wide(chunk)
-        self._merge(count, mean, squares, low, high)
+        if math.isfinite(mean) and math.isfinite(squares):
+            self._add_moments(count, low, high, mean, squares)
+        else:  # squares that are too large for float64
+            values = _wide(chunk)
+            values, shift = values[values.isfinite()], _SHIFTS[values.dtype]
+            scaled = values * 2.0**-shift
+            self._add_moments(count, low, high, *_moments(scaled, scaled.clone())[2:], shift)
         if self.histogram is not None:
             self.histogram.add(values)
+
+    def _add_moments(self, count: int, low: float, high: float, mean: float, squares: float, shift: int = 0) -> None:
+        """Add elements by their moments; mean and squares are those of the elements divided by `2 ** shift`."""
+        if count:
+            self._add_range(count, low, high)
+            self._add_sums(count, mean, squares, shift)
+
+    def _add_sums(self, count: int, mean: float, squares: float, shift: int = 0) -> None:
+        # In this order, and after the count, `squares` is never negative, also if a signal interrupts it.
+        mantissa, exponent = split_float(mean)
+        self.power.add(mantissa * mantissa * count, 2 * (exponent + shift))
+        deviations, at = split_float(squares)
+        self.power.add(deviations, at + 2 * shift)
+        self.total.add(mantissa * count, exponent + shift)
+
+    def _add_range(self, count: int, low: float, high: float) -> None:
+        # The sum with 0.0 is 0.0 also for -0.0, so that the order of zeros does not matter.
+        self.min = low + 0.0 if self.min is None else min(self.min, low + 0.0)
+        self.max = high + 0.0 if self.max is None else max(self.max, high + 0.0)
+        self.count += count
 
     def merge(self, other: Stats) -> None:
         """Add the elements of other statistics."""
         self.nonfinite += other.nonfinite
-        if other.mean is not None and other.min is not None and other.max is not None:
-            self._merge(other.count, other.mean, other.squares, other.min, other.max)
+        if other.min is not None and other.max is not None:
+            self._add_range(other.count, other.min, other.max)
+            self.power.add(other.power.mantissa, other.power.exponent)
+            self.total.add(other.total.mantissa, other.total.exponent)
         if self.histogram is not None and other.histogram is not None:
             self.histogram.merge(other.histogram)
-
-    def _merge(self, count: int, mean: float, squares: float, low: float, high: float) -> None:
-        if not count:
-            return
-        if self.mean is None or self.min is None or self.max is None:
-            self.count, self.mean, self.squares, self.min, self.max = count, mean, squares, low, high
-            return
-        total, apart = self.count + count, mean - self.mean
-        self.squares += squares + apart * apart * (self.count / total * count)
-        self.mean += apart * (count / total)
-        self.min, self.max = min(self.min, low), max(self.max, high)
-        self.count = total
 
     def new(self) -> Stats:
         """Return empty statistics with the same edges of the histogram."""
@@ -176,15 +211,24 @@ class Stats:
     def as_dict(self) -> dict[str, Any]:
         """Return a dict that JSON can represent."""
         data = {name: getattr(self, name) for name in ("count", "nonfinite", "mean", "squares", "min", "max")}
+        data |= {"total": repr(self.total), "power": repr(self.power)}
         return data | ({} if self.histogram is None else {"histogram": dict(vars(self.histogram))})
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
+        """Build statistics from `as_dict`; of an older microtome, from the mean and the squares."""
+        mean, squares = data["mean"], data["squares"]
+        rest = {name: value for name, value in data.items() if name not in ("mean", "squares", "histogram")}
         histogram = data.get("histogram")
         if histogram is not None and histogram["bins"] != len(histogram["counts"]):  # else it takes memory for all bins
             bins, counts = histogram["bins"], len(histogram["counts"])
             raise ValueError(f"expected a count for each of {bins!r:.80} bins, got {counts}")
-        return cls(**(data | {"histogram": None if histogram is None else Histogram(**histogram)}))
+        stats = cls(**rest, histogram=None if histogram is None else Histogram(**histogram))
+        if "total" in data:
+            stats.total, stats.power = ExactSum.parse(data["total"]), ExactSum.parse(data["power"])
+        elif mean is not None:
+            stats._add_sums(stats.count, mean, squares)
+        return stats
 
 
 def _wide(chunk: Tensor) -> Tensor:
@@ -202,12 +246,16 @@ def _moments(chunk: Tensor, values: Tensor) -> tuple[float, float, float, float]
     """Return minimum, maximum, mean and the sum of squared deviations; may overwrite the values, not the chunk."""
     narrow = chunk if chunk.dtype in _ORDERED else values
     low, high = float(narrow.amin().item()), float(narrow.amax().item())
-    total, squares = values.sum().item(), torch.linalg.vector_norm(values).item() ** 2
+    total, squares = values.sum().item(), _square(torch.linalg.vector_norm(values).item())
     mean = total / values.numel()
     about_mean = squares - total * mean
     if about_mean < 1e-3 * squares:  # the difference has lost digits: subtract the mean first
-        about_mean = torch.linalg.vector_norm(values.sub_(mean)).item() ** 2
+        about_mean = _square(torch.linalg.vector_norm(values.sub_(mean)).item())
     return low, high, mean, about_mean
+
+
+def _square(number: float) -> float:
+    return number * number  # `**` raises an error if it overflows
 
 
 def _quick_moments(chunk: Tensor) -> tuple[float, float, float, float] | None:
