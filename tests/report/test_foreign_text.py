@@ -22,6 +22,7 @@ from microtome.report.formats import csv_text
 from microtome.results.base import Result, parse
 from microtome.results.codec_costs import CodecCost, CodecCosts
 from microtome.results.link import LinkMeasurement
+from microtome.results.profiles import ProfiledModel, ProfileFailure, Profiles
 from microtome.results.requests import CutMove, RequestLog, RequestRecord
 from microtome.results.sweep import CutTiming, Sweep
 from tests.report.test_plan_report import planned
@@ -51,6 +52,11 @@ def run_result() -> RequestLog:
     )
 
 
+def profiles_result() -> Profiles:
+    failure = ProfiledModel("b", None, ProfileFailure("OSError", "no disk"), "node")
+    return Profiles((ProfiledModel("a", profile()), failure))
+
+
 RESULTS: dict[str, Callable[[], Result]] = {
     "profile": profile,
     "diff": lambda: profile().diff(mt.profile(*zoo.build("tiny-vit"))),
@@ -59,6 +65,7 @@ RESULTS: dict[str, Callable[[], Result]] = {
     "codecs": lambda: CodecCosts("Net", "random values", {"raw": {"a": CodecCost(1, 0.1, 0.1)}}, {"cpu": "x"}),
     "run": run_result,
     "sweep": sweep_result,
+    "profiles": profiles_result,
 }
 
 

@@ -28,6 +28,15 @@ def model_fingerprint(model: nn.Module, calls: Iterable[str]) -> str:
     return f"{structure.hexdigest()}-{_digest_values(model)}"
 
 
+def weights_fingerprint(model: nn.Module) -> str:
+    """Digest the names, shapes and values of the weights; `unknown` where they are on meta."""
+    names = xxhash.xxh3_64()
+    for name, tensor in named_weights(model):
+        names.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype};".encode())
+    values = _digest_values(model)
+    return values if values == "unknown" else f"{names.hexdigest()}-{values}"
+
+
 def layout_fingerprint(model: nn.Module) -> str:
     """Digest the paths and types of the modules and the shapes of the parameters, as recordings on disk have it."""
     modules = [f"{path}:{type(module).__name__}" for path, module in named_modules(model)]

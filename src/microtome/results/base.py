@@ -19,6 +19,7 @@ _find_renderer: Callable[[str], Callable[..., Any]] | None = None
 #: The module and the class of each kind of result, imported when a file of that kind is read.
 _KINDS = {
     "profile": ("profile", "Profile"),
+    "profiles": ("profiles", "Profiles"),
     "phases": ("phases", "Phases"),
     "diff": ("diff", "Diff"),
     "cuts": ("cuts", "Cuts"),
