@@ -1,4 +1,4 @@
-"""A local Ray cluster of two nodes, for tests."""
+"""A local Ray cluster, for tests."""
 
 from __future__ import annotations
 
@@ -25,25 +25,43 @@ _PATHS = [str(Path(microtome.__file__).parents[1]), str(Path(__file__).parents[2
 _OBJECT_BYTES = 100 * 2**20
 
 
+#: What Ray says if a process of a node takes longer to start than the 30 seconds that it waits, on a busy machine.
+TIMED_OUT = "timed out during startup"
+
+
 @contextmanager
-def two_nodes(num_cpus: int = 2) -> Iterator[Any]:
-    """Start a cluster of two nodes of so many logical CPUs, connect to it, and shut it down."""
+def local_cluster(nodes: int, num_cpus: int = 2) -> Iterator[Any]:
+    """Start a cluster of nodes with so many logical CPUs each, connect to it, and shut it down."""
     import ray
-    from ray.cluster_utils import Cluster
 
     before = {name: os.environ.get(name) for name in ("PYTHONPATH", "RAY_AUTH_MODE", "OMP_NUM_THREADS")}
     os.environ |= {"PYTHONPATH": os.pathsep.join(_PATHS), "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"}
-    options = {"num_cpus": num_cpus, "object_store_memory": _OBJECT_BYTES}
-    cluster = Cluster(initialize_head=True, head_node_args=options | {"include_dashboard": False})
+    cluster = None
     try:
-        cluster.add_node(**options)
+        cluster = _start(nodes, {"num_cpus": num_cpus, "object_store_memory": _OBJECT_BYTES})
         ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
         yield cluster
     finally:
         ray.shutdown()
-        cluster.shutdown()
+        if cluster is not None:
+            cluster.shutdown()
         for name, value in before.items():
             if value is None:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def _start(nodes: int, options: dict[str, Any], attempts: int = 3) -> Any:
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster()
+    try:
+        for number in range(nodes):  # the first is the head
+            cluster.add_node(**options, **({} if number else {"include_dashboard": False}))
+    except Exception as error:
+        cluster.shutdown()
+        if attempts == 1 or TIMED_OUT not in str(error):
+            raise
+        return _start(nodes, options, attempts - 1)
+    return cluster

@@ -19,7 +19,7 @@ from microtome import zoo
 from microtome.capture.store import Recording
 from microtome.errors import BadFile, BadInputs, BadQuery, NoMatch
 from microtome.scale.ray import extract, record
-from tests.scale.cluster import cluster_marks, two_nodes
+from tests.scale.cluster import cluster_marks, local_cluster
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'microtome[ray]'")
 
@@ -30,7 +30,7 @@ ROWS, BATCH = 10_000, 32
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    with two_nodes() as started:
+    with local_cluster(2) as started:
         import ray.data
 
         ray.data.DataContext.get_current().enable_progress_bars = False
@@ -275,7 +275,7 @@ def test_an_error_of_the_model_names_the_rows_and_leaves_nothing(cluster: Any, t
 
 
 def test_features_are_columns_beside_the_ids(cluster: Any) -> None:
-    rows = extract(named_rows(50), net(), ["0", "3"], inputs="x", id="name", workers=2, batch_size=16).take_all()
+    rows = extract(named_rows(50), net(), ["0", "3"], inputs="x", id="name", workers=1, batch_size=16).take_all()
     assert set(rows[0]) == {"name", "0", "3"}
     found = {row["name"]: row["3"] for row in rows}
     expected = net().eval()(torch.from_numpy(VALUES[:50])).detach().numpy()

@@ -17,7 +17,7 @@ from microtome import zoo
 from microtome.errors import BadQuery, NoMatch
 from microtome.results.profiles import ProfileFailure
 from microtome.scale.ray import profile
-from tests.scale.cluster import cluster_marks, two_nodes
+from tests.scale.cluster import cluster_marks, local_cluster
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'microtome[ray]'")
 
@@ -26,7 +26,7 @@ pytestmark = cluster_marks
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    with two_nodes() as started:
+    with local_cluster(1) as started:
         yield started
 
 
