@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import Tensor, nn
 
 import microtome as mt
 from microtome import zoo
+from microtome.cli import main
 from microtome.errors import BadQuery, NotInstalled, Unsupported
 from microtome.split.graph import runtimes
 from microtome.split.graph.comparison import compare_outputs
@@ -143,3 +146,21 @@ def test_outputs_that_differ_by_more_than_rounding_are_refused() -> None:
         compare_outputs({"y": expected["y"].double()}, expected, "it")
     with pytest.raises(Unsupported, match="it returns outputs that differ by"):
         compare_outputs({"y": torch.tensor([torch.nan, 100.0])}, expected, "it")
+
+
+# -- the command line --------------------------------------------------------------------------------------------------
+
+
+def test_the_command_writes_programs_beside_the_stages(tmp_path: Path) -> None:
+    words = ["split", "zoo:tiny-resnet", "--at", "layer1", "--to", str(tmp_path / "parts"), "--export", "pt2"]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 0, result.output
+    for index in range(2):
+        file = tmp_path / "parts" / f"stage{index}.pt2"
+        assert re.search(
+            rf"^{re.escape(str(file))}: \S+ KiB, bit-equal; x\[1\] is fixed: ", result.output, re.MULTILINE
+        )
+        assert file.exists()
+    refused = CliRunner().invoke(main, [*words[:-1], "zip"])
+    assert refused.exit_code == 2
+    assert "'zip' is not one of 'pt2', 'onnx', 'pte'" in refused.output
