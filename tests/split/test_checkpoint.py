@@ -255,6 +255,44 @@ def test_a_model_of_other_sizes_is_refused(folder: Path) -> None:
         mt.load_stage(lambda: zoo.resolve("zoo:tiny-resnet", args={"classes": 11}).model, folder, 1)
 
 
+class Variable(nn.Module):
+    """Layers that its arguments choose, as norms and activations are chosen."""
+
+    def __init__(self, norm: type[nn.Module] = nn.BatchNorm1d, act: type[nn.Module] = nn.ReLU, depth: int = 1) -> None:
+        super().__init__()
+        self.a, self.norm, self.act = nn.Linear(4, 4), norm(4), act()
+        self.more = nn.Sequential(*(nn.Linear(4, 4) for _ in range(depth)))
+        self.b = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.b(self.more(self.act(self.norm(self.a(x)))))
+        return y
+
+
+@pytest.mark.parametrize("arguments", [{"norm": nn.Identity}, {"act": nn.GELU}, {"depth": 2}], ids=str)
+@pytest.mark.parametrize("stage", ["head", "tail"])
+def test_a_model_of_other_layers_than_the_saved_one_is_refused_in_every_stage(
+    arguments: dict[str, Any], stage: str, tmp_path: Path
+) -> None:
+    mt.split(Variable().eval(), torch.rand(2, 4), at="a").save(tmp_path)
+    assert mt.load_stage(Variable, tmp_path, stage).index == (stage == "tail")
+    # 3 linear layers of 4 * 4 + 4 parameters, and a norm of 2 * 4
+    expected = r"expected the Variable that was saved in '.*' \(68 parameters, structure [0-9a-f]{16}\), got one of "
+    with pytest.raises(BadWeights, match=expected + r"other layers \(\d+ parameters, structure [0-9a-f]{16}\): build"):
+        mt.load_stage(lambda: Variable(**arguments), tmp_path, stage)
+
+
+def test_a_folder_without_a_number_of_parameters_is_loaded(folder: Path) -> None:
+    plan = json.loads((folder / "plan.json").read_text())
+    del plan["parameters"]
+    (folder / "plan.json").write_text(json.dumps(plan))
+    assert mt.load_stage(built_in("tiny-resnet"), folder, "tail").index == 1
+    plan["fingerprint"] = "0" * 16 + plan["fingerprint"][16:]
+    (folder / "plan.json").write_text(json.dumps(plan))
+    with pytest.raises(BadWeights, match=r"that was saved in '.*' \(structure 0{16}\), got one of"):
+        mt.load_stage(built_in("tiny-resnet"), folder, "tail")
+
+
 def test_stages_have_the_names_that_split_gives_them(folder: Path) -> None:
     for name, index in (("head", 0), ("tail", 1)):
         assert mt.load_stage(built_in("tiny-resnet"), folder, name).index == index

@@ -20,12 +20,22 @@ def model_fingerprint(model: nn.Module, calls: Iterable[str]) -> str:
     Args:
         calls: Descriptions of the calls, in an order that is the same in every process.
     """
+    return f"{structure_fingerprint(model, calls)}-{_digest_values(model)}"
+
+
+def structure_fingerprint(model: nn.Module, calls: Iterable[str]) -> str:
+    """The first half of `model_fingerprint`, which is the same where weights are on meta."""
     structure = xxhash.xxh3_64()
     for call in calls:
         structure.update(f"{call};".encode())
     for name, tensor in named_weights(model):
         structure.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype};".encode())
-    return f"{structure.hexdigest()}-{_digest_values(model)}"
+    return structure.hexdigest()
+
+
+def structure_of(fingerprint: str) -> str:
+    """The part of a fingerprint that `structure_fingerprint` computes."""
+    return fingerprint.partition("-")[0]
 
 
 def weights_fingerprint(model: nn.Module) -> str:

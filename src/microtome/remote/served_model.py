@@ -23,7 +23,7 @@ from microtome.remote.stage_ref import StageRef, describe_stage
 from microtome.remote.step_codec import parse_split
 from microtome.split.boundary.boundary import Boundary
 from microtome.split.description import restore_inputs
-from microtome.split.splitter import Splitter, load_variant
+from microtome.split.splitter import Splitter
 from microtome.split.stage import Stage
 from microtome.split.weights import copy_with_weights
 
@@ -198,7 +198,8 @@ class ServedModel:
                 model, device = self._without_weights, None
             try:
                 inputs = restore_inputs(description.inputs, model, device, limit)
-                variant = load_variant(model, inputs, description, self.fingerprint, self.model)
+                splitter = Splitter(model, inputs, self.fingerprint, description.state)
+                variant = splitter.load(description, self.model)
             except MicrotomeError:
                 raise
             except Exception as error:  # from the model's code, which runs on the example of the client

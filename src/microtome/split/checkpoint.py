@@ -8,68 +8,31 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from microtome.engine.fingerprint import structure_of
 from microtome.engine.module_state import replace_tensors, set_attribute, set_buffer
 from microtome.engine.selectors import check_model, named_modules
 from microtome.engine.torch_internals import own_buffers, own_parameters
 from microtome.errors import BadFile, BadQuery, BadWeights, Unsupported, describe_error
-from microtome.files.reading import File, read_json, translate_read_errors
+from microtome.files.reading import File, translate_read_errors
 from microtome.files.tensors import DTYPE_CODES, read_tensors, write_tensors
-from microtome.files.types import find_mismatch, from_plain, to_plain
+from microtome.files.types import to_plain
 from microtome.files.writing import translate_write_errors, write_atomically, write_buffers
 from microtome.split.description import SplitDescription, restore_inputs
+from microtome.split.saved_split import PLAN, SavedSplit, SavedStage, read_plan, stage_file
 from microtome.split.stage import Stage
 from microtome.split.variants import StageVariants, Variant
 from microtome.split.weights import strip_weights, tensor_at
+from microtome.units import count
 
-_PLAN = "plan.json"
 _MANIFEST = "manifest.json"  # of a recording, which microtome.load could no longer find beside a plan
-_SCHEMA = 2  # since calls are numbered by rank
 
 #: Before the name of a tensor that is a plain attribute of a module, neither parameter nor buffer.
 _ATTRIBUTE = "attribute:"
-
-
-class _SavedStage(NamedTuple):
-    """The weights of a stage: their file, names, total bytes, and the checksum of the file."""
-
-    file: str
-    weights: list[str]
-    nbytes: int
-    xxh3_128: str
-
-
-class _SavedSplit(NamedTuple):
-    """The contents of `plan.json`.
-
-    Attributes:
-        model: The qualified name of the model's class.
-        at: The addresses of the cuts.
-        inputs: The example without values.
-        more: The locations of the further values that cross each cut, from `Splitter.export_locations`. It keeps the
-            name of the key in the file.
-        continues: Whether the stages also compute the next steps of a sequence; None in older files.
-        state: The names of the arguments that the user says are state.
-        variants: The same cuts for inputs of other structures.
-    """
-
-    model: str
-    at: list[str]
-    fingerprint: str
-    torch: str
-    inputs: dict[str, Any]
-    more: list[list[list[Any]]]
-    stages: tuple[_SavedStage, ...]
-    continues: bool | None = None
-    state: tuple[str, ...] = ()
-    variants: tuple[SplitDescription, ...] = ()
-    schema: int = _SCHEMA
-    kind: str = "split"
 
 
 # -- saving ------------------------------------------------------------------------------------------------------------
@@ -83,11 +46,11 @@ def save_stages(
     _check_replaceable(path, first.at, fingerprint)
     with translate_write_errors(repr(str(path))):
         path.mkdir(parents=True, exist_ok=True)
-        (path / _PLAN).unlink(missing_ok=True)
+        (path / PLAN).unlink(missing_ok=True)
         for old in path.iterdir():
             if re.fullmatch(r"stage[0-9]+\.safetensors", old.name):
                 old.unlink()
-        saved = _SavedSplit(
+        saved = SavedSplit(
             model=type(stages[0].model).__qualname__,
             at=first.at,
             fingerprint=fingerprint,
@@ -97,34 +60,31 @@ def save_stages(
             continues=first.continues,
             state=first.state,
             variants=tuple(descriptions[1:]),
+            parameters=_count_parameters(stages[0].model),
             stages=tuple(_save_stage(path, stage) for stage in stages),
         )
         text = json.dumps(to_plain(saved), indent=1) + "\n"
         # Last, so that a folder with this file is complete.
-        write_atomically(path / _PLAN, lambda descriptor: write_buffers(descriptor, [text.encode()]))
+        write_atomically(path / PLAN, lambda descriptor: write_buffers(descriptor, [text.encode()]))
 
 
 def _check_replaceable(folder: Path, at: Sequence[str], fingerprint: str) -> None:
     """Raise if a folder holds anything but the same model, cut at the same calls, possibly with other weights."""
     if os.path.lexists(folder / _MANIFEST):
         raise BadFile(f"{str(folder)!r} already holds a recording, which has a {_MANIFEST}: save to another folder")
-    if not (folder / _PLAN).is_file() or (folder / _PLAN).is_symlink():  # a link is replaced, and not followed
+    if not (folder / PLAN).is_file() or (folder / PLAN).is_symlink():  # a link is replaced, and not followed
         return
     advice = "save to another folder, or remove it first"
     try:
-        saved = _read_plan(folder)
+        saved = read_plan(folder)
     except BadFile as error:
-        raise BadFile(f"cannot save stages to {str(folder)!r}, which has another {_PLAN}: {advice}") from error
-    if (saved.at, _structure(saved.fingerprint)) != (list(at), _structure(fingerprint)):
+        raise BadFile(f"cannot save stages to {str(folder)!r}, which has another {PLAN}: {advice}") from error
+    if (saved.at, structure_of(saved.fingerprint)) != (list(at), structure_of(fingerprint)):
         cuts = ", ".join(map(repr, saved.at))
         raise BadFile(f"{str(folder)!r} already holds another split, of {saved.model} at {cuts}: {advice}")
 
 
-def _structure(fingerprint: str) -> str:
-    return fingerprint.partition("-")[0]
-
-
-def _save_stage(folder: Path, stage: Stage) -> _SavedStage:
+def _save_stage(folder: Path, stage: Stage) -> SavedStage:
     """Write the weights of a stage."""
     weights = {name: _weight(stage, name) for name in stage.parameters_needed()}
     weights |= {f"{_ATTRIBUTE}{name}": tensor for name, tensor in _attribute_tensors(stage.model)}
@@ -132,13 +92,9 @@ def _save_stage(folder: Path, stage: Stage) -> _SavedStage:
     for name, tensor in weights.items():
         if tensor.dtype not in DTYPE_CODES:
             raise Unsupported(f"cannot save {name!r}: safetensors files have no {tensor.dtype}")
-    file = _file_name(stage.index)
+    file = stage_file(stage.index)
     digest = write_tensors(folder / file, weights)
-    return _SavedStage(file, sorted(weights), sum(tensor.nbytes for tensor in weights.values()), digest)
-
-
-def _file_name(index: int) -> str:
-    return f"stage{index}.safetensors"
+    return SavedStage(file, sorted(weights), sum(tensor.nbytes for tensor in weights.values()), digest)
 
 
 def _weight(stage: Stage, name: str) -> Tensor:
@@ -187,7 +143,7 @@ def load_stage(
     """
     if isinstance(model, nn.Module):
         raise BadQuery("expected a class or function that builds the model without weights, got a model")
-    if isinstance(model, str | Path) and (Path(model) / _PLAN).is_file():
+    if isinstance(model, str | Path) and (Path(model) / PLAN).is_file():
         raise BadQuery(
             f"expected a class or function that builds the model, then the folder, got folder {str(model)!r} first: "
             f"load_stage(Net, {str(model)!r}, 'tail')"
@@ -198,7 +154,7 @@ def load_stage(
             f"expected a class or function that builds the model, got {model!r:.80}: pass "
             f"lambda: microtome.zoo.resolve({name!r}).model"
         )
-    saved = _read_plan(Path(folder))
+    saved = read_plan(Path(folder))
     count = len(saved.stages)
     number = {"head": 0, "tail": count - 1}.get(index) if isinstance(index, str) else index
     if not isinstance(number, int) or not -count <= number < count:
@@ -206,7 +162,7 @@ def load_stage(
             f"expected a stage in {str(folder)!r}: 'head', 'tail' or a number from 0 to {count - 1}, got {index!r}"
         )
     index = number % count
-    weights = _read_weights(Path(folder) / _file_name(index), saved.stages[index], device or "cpu")
+    weights = _read_weights(Path(folder) / stage_file(index), saved.stages[index], device or "cpu")
     built = _build(model, weights)
     if type(built).__qualname__ != saved.model:
         raise BadWeights(f"expected a {saved.model}, as in {str(folder)!r}, got a {type(built).__qualname__}")
@@ -214,10 +170,10 @@ def load_stage(
     for name, tensor in weights.items():
         _check_weight(built, name.removeprefix(_ATTRIBUTE), tensor)
     first = SplitDescription(saved.at, saved.inputs, saved.more, bool(saved.continues), state=saved.state)
-    variants = [_split_again(built, saved, first, Path(folder) / _PLAN)]
+    variants = [_split_again(built, saved, first, Path(folder) / PLAN, is_first=True)]
     for description in saved.variants:
         with suppress(Unsupported):  # steps that cannot be analyzed without weights, such as with a static cache
-            variants.append(_split_again(built, saved, description, Path(folder) / _PLAN))
+            variants.append(_split_again(built, saved, description, Path(folder) / PLAN))
     for name, tensor in weights.items():  # after splitting, which needs all weights on one device
         _set_weight(built, name.removeprefix(_ATTRIBUTE), tensor)
     stage = variants[0].stages[index]
@@ -227,18 +183,27 @@ def load_stage(
 
 def saved_cuts(folder: File) -> list[str]:
     """Return the addresses of the cuts between the stages in a folder."""
-    return list(_read_plan(Path(folder)).at)
+    return list(read_plan(Path(folder)).at)
 
 
-def _split_again(model: nn.Module, saved: _SavedSplit, description: SplitDescription, file: Path) -> Variant:
-    """Split a model without weights as it was split before."""
-    from microtome.split.splitter import load_variant  # it imports this module
+def _split_again(
+    model: nn.Module, saved: SavedSplit, description: SplitDescription, file: Path, *, is_first: bool = False
+) -> Variant:
+    """Split a model without weights as it was split before.
+
+    Args:
+        is_first: Whether the fingerprint is of a run on this example.
+    """
+    from microtome.split.splitter import Splitter  # it imports this module
 
     try:
         with translate_read_errors(repr(str(file))):
             example = restore_inputs(description.inputs, model)
-        return load_variant(model, example, description, saved.fingerprint)
-    except BadFile:
+        splitter = Splitter(model, example, saved.fingerprint, description.state)
+        if is_first:
+            _check_structure(model, splitter.structure, saved, file.parent)
+        return splitter.load(description)
+    except (BadFile, BadWeights):
         raise
     except Unsupported as error:  # the model cannot run without weights, or not on the example of the file
         raise Unsupported(f"cannot split the {saved.model} as {str(file)!r} describes: {error}") from error
@@ -249,7 +214,24 @@ def _split_again(model: nn.Module, saved: _SavedSplit, description: SplitDescrip
         raise BadFile(f"{str(file)!r} does not fit this {saved.model}: {reason}") from error
 
 
-def _read_weights(file: Path, saved: _SavedStage, device: str | torch.device) -> dict[str, Tensor]:
+def _check_structure(model: nn.Module, structure: str, saved: SavedSplit, folder: Path) -> None:
+    """Raise if a model makes other calls, or has weights of other shapes, than the one that was saved."""
+    if structure == structure_of(saved.fingerprint):
+        return
+    there = "" if saved.parameters is None else f"{count(saved.parameters)} parameters, "
+    raise BadWeights(
+        f"expected the {saved.model} that was saved in {str(folder)!r} ({there}structure "
+        f"{structure_of(saved.fingerprint):.40}), got one of other layers ({count(_count_parameters(model))} "
+        f"parameters, structure {structure}): build the model that was saved, by the same code with the same "
+        "arguments. It is loaded in eval mode"
+    )
+
+
+def _count_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _read_weights(file: Path, saved: SavedStage, device: str | torch.device) -> dict[str, Tensor]:
     weights, digest = read_tensors(file, device)
     if digest != saved.xxh3_128:
         raise BadFile(
@@ -257,33 +239,8 @@ def _read_weights(file: Path, saved: _SavedStage, device: str | torch.device) ->
             "the stages again, or copy the folder again"
         )
     if sorted(weights) != saved.weights:
-        raise BadFile(f"{str(file)!r} does not hold the weights that {_PLAN} lists: save the stages again")
+        raise BadFile(f"{str(file)!r} does not hold the weights that {PLAN} lists: save the stages again")
     return weights
-
-
-def _read_plan(folder: Path) -> _SavedSplit:
-    file = folder / _PLAN
-    if not os.path.lexists(file):
-        raise BadFile(f"{str(folder)!r} holds no split model: {_PLAN}: No such file or directory")
-    plan = read_json(file)
-    kind = plan.get("kind") if isinstance(plan, dict) else None
-    if kind != "split":
-        got = f"a file of kind {kind!r:.80}" if isinstance(kind, str) else "another file"
-        writers = "Stages.save and microtome split write one"
-        raise BadFile(f"{str(folder)!r} holds no split model: expected one in {_PLAN}, got {got}; {writers}")
-    if plan.get("schema") != _SCHEMA:
-        got = f"got {plan.get('schema')!r:.80}"
-        raise BadFile(f"{str(file)!r}: expected version {_SCHEMA} of a split model, {got}: save the stages again")
-    with translate_read_errors(repr(str(file))):
-        saved: _SavedSplit = from_plain(plan, _SavedSplit)
-        if (mismatch := find_mismatch(saved, _SavedSplit)) is not None:
-            raise BadFile(f"{str(file)!r}{mismatch}")
-        for index, stage in enumerate(saved.stages):
-            if stage.file != _file_name(index):  # a path could lead out of the folder
-                raise ValueError(f"expected the file {_file_name(index)!r} for stage {index}, got {stage.file!r:.80}")
-        if len(saved.stages) != len(saved.at) + 1 or len(saved.more) != len(saved.at):
-            raise ValueError(f"expected one stage more than cuts, got {len(saved.stages)} and {len(saved.at)}")
-    return saved
 
 
 def _build(make: Callable[[], nn.Module], weights: dict[str, Tensor]) -> nn.Module:

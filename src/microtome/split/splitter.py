@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from microtome.engine.fingerprint import model_fingerprint
+from microtome.engine.fingerprint import model_fingerprint, structure_fingerprint
 from microtome.engine.meta_run import SUBSTITUTION_LOCK, copy_inputs
 from microtome.engine.pytree import as_state
 from microtome.engine.selectors import check_model
@@ -63,6 +63,11 @@ class Splitter:
     def state(self) -> str | None:
         """A description of the state that the model carries between runs; None: it has none."""
         return self.analysis.carried_state
+
+    @property
+    def structure(self) -> str:
+        """The part of the model's fingerprint that its calls and the shapes of its weights determine."""
+        return structure_fingerprint(self.model, self.analysis.describe_calls())
 
     @property
     def num_calls(self) -> int:
@@ -189,6 +194,17 @@ class Splitter:
             for locations in exported
         ]
 
+    def load(self, description: SplitDescription, run: nn.Module | None = None) -> Variant:
+        """The stages of a model that was split in another process, and whose weights may not be here.
+
+        Args:
+            run: The model that the stages run, if another copy of it is analyzed.
+        """
+        # Older files leave out the `#0` of the first of several calls.
+        chosen = [self.cuts[address if "#" in address else f"{address}#0"] for address in description.at]
+        stages = self.stages(chosen, self.import_locations(description.locations), run)
+        return Variant(stages, description.first_kind, description.continues, lambda: description)
+
 
 def _choose_cuts(cuts: Cuts, at: Any) -> list[Cut]:
     """The cuts that a user names, in the order in which they are run."""
@@ -221,18 +237,3 @@ def _stage_index(load: str | int, count: int) -> int:
     if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < count:
         raise BadQuery(f"expected load='head', 'tail' or the index of one of {count} stages, got {load!r}")
     return index
-
-
-def load_variant(
-    model: nn.Module, inputs: Inputs, description: SplitDescription, fingerprint: str, run: nn.Module | None = None
-) -> Variant:
-    """The stages of a model that was split in another process, and whose weights may not be here.
-
-    Args:
-        run: The model that the stages run, if another copy of it is analyzed.
-    """
-    splitter = Splitter(model, inputs, fingerprint, description.state)
-    # Older files leave out the `#0` of the first of several calls.
-    chosen = [splitter.cuts[address if "#" in address else f"{address}#0"] for address in description.at]
-    stages = splitter.stages(chosen, splitter.import_locations(description.locations), run)
-    return Variant(stages, description.first_kind, description.continues, lambda: description)
