@@ -313,9 +313,11 @@ def _describe(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{name!r}: {_describe(item)}" for name, item in value.items()) + "}"
     try:
-        return repr(value)
+        if getattr(type(value), "__repr__", None) is not object.__repr__:  # that has an address
+            return repr(value)
     except Exception:  # noqa: BLE001  a foreign __repr__ may raise anything
-        return f"<{type(value).__name__}>"
+        pass
+    return f"<{type(value).__name__}>"
 
 
 def device_of(model: nn.Module) -> str:

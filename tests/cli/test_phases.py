@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ from click.testing import CliRunner, Result
 
 import microtome as mt
 from microtome.cli import main
+from microtome.zoo.models import Decoder
 
 #: 1.57 GiB of weights.
 LLAMA = ("hf:llama", "--arg", "num_hidden_layers=2", "--arg", "vocab_size=4096")
 GPT2 = ("hf:gpt2", *(word for name in ("n_layer=2", "n_embd=16", "n_head=2") for word in ("--arg", name)))
+WRITER = "zoo:tiny-writer"
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +57,40 @@ def test_cuts_price_the_prompt_and_each_token() -> None:
     assert "hf:llama on input_ids 1x300:int64" in result.stdout
     assert "bytes: for the prompt of 300 tokens; per token: for each one after it" in " ".join(result.stdout.split())
     assert "use_cache" not in result.stderr
+
+
+@pytest.mark.parametrize("words", ["cuts", "profile", "plan --edge F --cloud F --bandwidth 1Mbps"])
+def test_a_prompt_of_a_model_without_a_cache_is_refused(words: str) -> None:
+    command, *options = words.split()
+    prompt = ["--tokens", "20,3"] if command == "plan" else ["--prefill", "20"]
+    result = CliRunner().invoke(main, [command, "zoo:tiny-decoder", *options, *prompt])
+    assert (result.exit_code, result.stdout) == (2, "")
+    message = (
+        "Decoder returns no cache for the next token: .* got an output of logits, hidden_states. Leave out --prefill"
+    )
+    assert re.search(message, result.stderr)
+
+
+def test_a_cache_that_calls_do_not_extend_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self: Any, input_ids: Any, hidden_states: Any = None, use_cache: bool = False) -> dict[str, Any]:
+        return {"logits": self.lm_head(self.tokens(input_ids)), "hidden_states": self.tokens(input_ids)}
+
+    monkeypatch.setattr(Decoder, "forward", forward)
+    result = CliRunner().invoke(main, ["cuts", "zoo:tiny-decoder", "--prefill", "20"])
+    assert result.exit_code == 0, result.output
+    assert "per token: not known: the state that the model returns is not an object that its" in result.stdout
+
+
+def test_the_built_in_writer_has_phases(tmp_path: Path) -> None:
+    file = tmp_path / "phases.json"
+    assert run(WRITER, "--prefill", 9, "--decode", "--time", "--repeat", 3, "--json", file).exit_code == 0
+    assert mt.load(file).cache_bytes == 2 * 9 * 4 * 2 * 48 * 4  # rows, tokens, layers, keys and values, width, bytes
+    cuts = CliRunner().invoke(main, ["cuts", WRITER, "--prefill", "9", "--depth", "1"])
+    assert "per token: for each one after it; cache: after the prompt" in " ".join(cuts.stdout.split())
+    words = ["plan", WRITER, "--edge", str(file), "--cloud", str(file), "--bandwidth", "20Mbps", "--tokens", "9,4"]
+    plan = CliRunner().invoke(main, words)
+    assert plan.exit_code == 0, plan.output
+    assert f"{WRITER}, an answer of 4 tokens to a prompt of 9: " in " ".join(plan.stdout.split())
 
 
 def test_times_are_measured() -> None:

@@ -16,7 +16,7 @@ from microtome import zoo
 from microtome.errors import BadInputs, BadQuery, Unsupported
 from microtome.results.measurements import Spread, Timing
 from microtome.results.phases import Roof, flops_per_byte, moved_bytes, pass_seconds
-from microtome.trace.phases import Prompt
+from microtome.trace.phases import Prompt, state_bytes
 
 LAYERS, HIDDEN, INNER, HEADS, GROUPS, WORDS = 3, 32, 48, 4, 2, 64
 WIDTH = HIDDEN // HEADS
@@ -279,6 +279,52 @@ def test_a_model_without_a_cache_is_refused(transformers: Any) -> None:
     resnet, image = zoo.build("tiny-resnet")
     with pytest.raises(BadInputs, match="phases need token ids of shape .* of ResNet.forward, got x"):
         mt.profile(resnet, image, phases="decode")
+
+
+class History:
+    def __init__(self) -> None:
+        self.states: list[Tensor] = []
+
+
+class Switch:
+    """An option, which the model does not return."""
+
+    def __init__(self) -> None:
+        self.on = True
+
+
+class Remembers(nn.Module):
+    """Takes an empty cache, and returns it with a state of each token, half of the columns of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix, self.head = nn.Embedding(WORDS, 4), nn.Linear(4, 6), nn.Linear(3, 8)
+
+    def forward(
+        self, input_ids: Tensor, history: History | None = None, switch: Switch | None = None
+    ) -> dict[str, Any]:
+        assert switch is None
+        state, other = self.mix(self.embed(input_ids)).chunk(2, -1)
+        logits = self.head(state + other)
+        if history is None:
+            return {"logits": logits}
+        history.states.append(state)
+        return {"logits": logits + sum(one.sum() for one in history.states), "history": history}
+
+
+@pytest.mark.parametrize("measure", [(), ("time",)])
+def test_an_empty_cache_is_passed_to_a_model_that_returns_it(measure: tuple[str, ...]) -> None:
+    p = mt.profile(Remembers().eval(), {"input_ids": ids()}, phases=("prefill", "decode"), measure=measure, repeat=3)
+    # 3 numbers of 4 bytes for each token; views of one tensor have their own bytes only
+    assert (p.state, p.cache_bytes, p.token_cache_bytes) == (("history",), BATCH * LENGTH * 12, 12)
+    assert p.decode is not None
+    assert p.decode.inputs == "history <History>, input_ids 2x1:int64"
+
+
+@pytest.mark.parametrize("views", [1, 2])
+def test_views_of_one_storage_are_counted_together(views: int) -> None:
+    state = torch.zeros(4, 6)
+    assert state_bytes({"cache": [*state.chunk(2)[:views], state[:2]]}) == views * 2 * 6 * 4
 
 
 def test_the_peak_of_decoding_has_one_cache(llama: nn.Module) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from microtome.engine.meta_run import substitute_tensors
+from microtome.engine.pytree import as_state, base_class, is_plain_class
 from microtome.errors import BadQuery
 from microtome.inputs import Inputs
 from microtome.results.phases import Phases
@@ -35,10 +36,14 @@ def profile_phases(
     probe = OutputProbe()
     prefill = profile_run(prompt.inputs, probe, measured="prefill" in names)
     output = _run(model, prompt.inputs) if needs_values and "decode" in names else probe.output
-    cache_bytes = state_bytes(prompt.states_in(output))
+    states = prompt.states_in(output)
+    cache_bytes = state_bytes(states)
+    state_types: list[Any] = [type(state) for state in states.values()]
+    classes = tuple(base_class(cls) for cls in state_types if is_plain_class(cls))
     decode = token_bytes = None
     if "decode" in names:
-        decode = profile_run(prompt.next_token(output), after := OutputProbe())
+        with as_state(classes):  # the inputs are the tokens, as those of cuts
+            decode = profile_run(prompt.next_token(output), after := OutputProbe())
         token_bytes = (state_bytes(prompt.states_in(after.output)) - cache_bytes) // prompt.batch
     return Phases(
         model=type(model).__name__,
@@ -46,7 +51,7 @@ def profile_phases(
         prompt_tokens=prompt.length,
         prefill=prefill if "prefill" in names else None,
         decode=decode,
-        state=tuple(prompt.states_in(output)),
+        state=tuple(states),
         cache_bytes=cache_bytes,
         token_cache_bytes=token_bytes,
         logits_to_keep=prompt.logits_to_keep,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import typing
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +16,13 @@ from microtome.engine import Call, Probe
 from microtome.engine.argument_names import named_arguments
 from microtome.engine.arguments import copy_arguments
 from microtome.engine.meta_tensors import value_of
-from microtome.engine.pytree import reachable_tensors
+from microtome.engine.pytree import is_plain_class, reachable_tensors
 from microtome.engine.selectors import unwrap_model
 from microtome.engine.torch_internals import storage_id
 from microtome.errors import BadInputs, Unsupported
 from microtome.inputs import Inputs
+from microtome.results.metrics import advise
+from microtome.trace.trace import record
 
 PHASES = ("prefill", "decode")
 #: The tokens that a decoder takes, the argument of an encoder-decoder model first.
@@ -50,7 +54,8 @@ class Prompt:
         """Read the prompt from the inputs of a model, which then returns a cache.
 
         Where `forward` can return the logits of the last position only, it does, as in `generate` of transformers,
-        which passes `logits_to_keep=1` for the prompt and for each token. Inputs that set it count.
+        which passes `logits_to_keep=1` for the prompt and for each token. Inputs that set it count. Where it takes an
+        empty cache, and returns it, it gets one.
         """
         arguments = named_arguments(model, Inputs.of(inputs, model))
         name = next((name for name in _TOKENS if isinstance(arguments.get(name), Tensor)), None)
@@ -63,6 +68,8 @@ class Prompt:
         parameters = _parameters(model)
         if "use_cache" in parameters:
             arguments["use_cache"] = True
+        else:
+            arguments |= _new_states(model, arguments)
         if not any(name in arguments for name in _LOGITS):
             arguments |= {name: 1 for name in _LOGITS if name in parameters}
         return cls(model, arguments, name)
@@ -99,17 +106,20 @@ class Prompt:
         Raises:
             Unsupported: The output holds none.
         """
-        returned = dict(output) if isinstance(output, Mapping) else {}
-        taken = _parameters(self.model)
-        states = {name: value for name, value in returned.items() if name in taken and _has_tensors(value)}
+        states = _states_in(self.model, output)
         if not states:
+            returned = dict(output) if isinstance(output, Mapping) else {}
             name = type(unwrap_model(self.model)).__name__
             got = f"an output of {', '.join(returned)}" if returned else f"a {type(output).__name__}"
             raise Unsupported(
                 f"{name} returns no cache for the next token: phases need an output such as past_key_values, which "
-                f"forward also takes; got {got}. Profile it without phases"
+                f"forward also takes; got {got}. Leave out {advise('phases', '--prefill, --decode and --tokens')}"
             )
         return states
+
+    def check_returns_state(self) -> None:
+        """Raise Unsupported if a run returns no state, as `states_in` does."""
+        self.states_in(_output_of(self.model, self.inputs))
 
     def next_token(self, output: Any) -> Inputs:
         """Return the arguments of the run for one more token of each sequence.
@@ -150,12 +160,60 @@ class OutputProbe(Probe):
 
 
 def state_bytes(states: Mapping[str, Any]) -> int:
-    """Return the bytes of the tensors of a state, each storage once."""
+    """Return the bytes of the tensors of a state, those in one storage together at most its bytes."""
     sizes: dict[int, int] = {}
-    for tensor in reachable_tensors(dict(states)):
-        storage = storage_id(tensor)
-        sizes[storage] = max(sizes.get(storage, 0), min(tensor.nbytes, tensor.untyped_storage().nbytes()))
+    views = {
+        (storage_id(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()): tensor
+        for tensor in reachable_tensors(dict(states))
+    }
+    for (storage, *_), tensor in views.items():
+        sizes[storage] = min(sizes.get(storage, 0) + tensor.nbytes, tensor.untyped_storage().nbytes())
     return sum(sizes.values())
+
+
+def _states_in(model: nn.Module, output: Any) -> dict[str, Any]:
+    """Return the values with tensors that a run returned, and that `forward` takes, by argument."""
+    returned = dict(output) if isinstance(output, Mapping) else {}
+    taken = _parameters(model)
+    return {name: value for name, value in returned.items() if name in taken and _has_tensors(value)}
+
+
+def _new_states(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a new object for each optional argument that was not passed, and that the model then returns as state."""
+    made: dict[str, Any] = {}
+    for name, cls in _optional_classes(model).items():
+        if arguments.get(name) is None:
+            with suppress(Exception):  # the class needs arguments, or the model raises
+                state = cls()
+                if name in _states_in(model, _output_of(model, Inputs(**{**arguments, name: state}))):
+                    made[name] = state
+    return made
+
+
+def _optional_classes(model: nn.Module) -> dict[str, type]:
+    """Return the plain classes of arguments that are None by default, as in `cache: KVCache | None = None`."""
+    try:
+        hints = typing.get_type_hints(unwrap_model(model).forward)
+    except Exception:  # noqa: BLE001  annotations are code of the user's
+        return {}
+    classes: dict[str, type] = {}
+    for name, parameter in _parameters(model).items():
+        plain = [one for one in typing.get_args(hints.get(name)) if isinstance(one, type) and is_plain_class(one)]
+        if parameter.default is None and len(plain) == 1:
+            classes[name] = plain[0]
+    return classes
+
+
+def _output_of(model: nn.Module, inputs: Inputs) -> Any:
+    """Return the output of a run, without values where possible."""
+    probes: list[OutputProbe] = []
+
+    def make_probes(_: object) -> list[OutputProbe]:
+        probes.append(OutputProbe())
+        return probes[-1:]
+
+    record(model, inputs, make_probes=make_probes)
+    return probes[-1].output
 
 
 def _detach(tensor: Tensor) -> Tensor:

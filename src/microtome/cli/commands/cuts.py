@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, get_args
 
@@ -11,7 +10,7 @@ import click
 from microtome.cli.interrupts import import_torch
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
 from microtome.cli.options.outputs import Outputs, output_options
-from microtome.cli.options.prompt import check_prompt, make_prompt, prefill_option
+from microtome.cli.options.prompt import check_prompt, find_cuts, prefill_option
 from microtome.cli.progress import show_progress
 from microtome.results.cuts import By
 
@@ -44,12 +43,10 @@ def cuts(
     from microtome.report.cuts import CutSelection, details
     from microtome.report.formats import markdown, report_markdown, text
     from microtome.report.table import text as report_text
-    from microtome.split.cuts.cuts import cuts as find_cuts
 
     def find(resolved: Resolved) -> Cuts:
         with show_progress(f"cutting {model.name}"), wrap_model_errors(resolved), torch.no_grad():
-            inputs = resolved.inputs if prefill is None else make_prompt(resolved, prefill)
-            return replace(find_cuts(resolved.model, inputs), name=model.name)
+            return find_cuts(resolved, prefill)[0]
 
     _, result = model.count(find, how=lambda found: found.how, one_pass=prefill is None)
     if best is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from microtome.cli.interrupts import import_torch
 from microtome.cli.options.choices import OBJECTIVES
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
 from microtome.cli.options.outputs import Outputs, output_options
-from microtome.cli.options.prompt import check_prompt, make_prompt
+from microtome.cli.options.prompt import check_prompt, find_cuts
 from microtome.cli.progress import show_progress
 
 if TYPE_CHECKING:
@@ -140,11 +139,9 @@ def _find_cuts(resolved: Resolved, prompt: int | None, codecs: tuple[str, ...] =
     import torch
 
     from microtome.plan.codec_benchmark import codec_costs
-    from microtome.split.cuts.cuts import cuts as find_cuts
 
     with show_progress(f"cutting {resolved.name}"), wrap_model_errors(resolved), torch.no_grad():
-        inputs = resolved.inputs if prompt is None else make_prompt(resolved, prompt)
-        cuts = replace(find_cuts(resolved.model, inputs), name=resolved.name)
+        cuts, inputs = find_cuts(resolved, prompt)
         if not codecs:
             return cuts, None
         names = tuple(dict.fromkeys(("raw", "zstd", *codecs)))

@@ -130,7 +130,7 @@ def profile(
             wrap_model_errors(resolved),
             torch.set_grad_enabled(options["backward"]),
         ):
-            inputs = resolved.inputs if prefill is None else make_prompt(resolved, prefill)
+            inputs = resolved.inputs if prefill is None else make_prompt(resolved, prefill).inputs
             return profile_model(
                 resolved.model,
                 inputs,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,6 +12,8 @@ from microtome.cli.options.model import ModelOptions
 
 if TYPE_CHECKING:
     from microtome.inputs import Inputs
+    from microtome.results.cuts import Cuts
+    from microtome.trace.phases import Prompt
     from microtome.zoo import Resolved
 
 
@@ -25,8 +28,27 @@ def check_prompt(option: str, model: ModelOptions, length: object) -> None:
         raise click.UsageError(f"choose one of {option}, the length of the prompt, and --input, the prompt")
 
 
-def make_prompt(resolved: Resolved, length: int) -> Inputs:
+def make_prompt(resolved: Resolved, length: int) -> Prompt:
     """Return the example inputs with a prompt of another length, for a run that returns a cache."""
     from microtome.trace.phases import Prompt
 
-    return Prompt.of(resolved.model, resolved.inputs).resized(length).inputs
+    return Prompt.of(resolved.model, resolved.inputs).resized(length)
+
+
+def find_cuts(resolved: Resolved, length: int | None) -> tuple[Cuts, Inputs]:
+    """List the cuts of a model, and return the inputs that it ran on: its own, or a prompt of so many tokens.
+
+    Raises:
+        Unsupported: The model returns no cache for a token after the prompt.
+    """
+    from microtome.split.cuts.cuts import cuts
+
+    if length is None:
+        return replace(cuts(resolved.model, resolved.inputs), name=resolved.name), resolved.inputs
+    prompt = make_prompt(resolved, length)
+    found = replace(cuts(resolved.model, prompt.inputs), name=resolved.name)
+    if found.prompt_tokens is None:  # calls extend no object that it returns
+        prompt.check_returns_state()
+        reason = "the state that the model returns is not an object that its calls extend, such as a DynamicCache"
+        found = replace(found, prompt_tokens=length, no_decode=reason)
+    return found, prompt.inputs
