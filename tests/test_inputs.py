@@ -137,6 +137,33 @@ def test_an_error_of_the_model_names_a_keyword_that_forward_does_not_have(
     assert _notes_of(model, {name: torch.ones(1, 2)}) == note
 
 
+class Overflows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4, 2)
+
+    def forward(self, input_ids: Tensor | None = None, embeds: Tensor | None = None, **others: Any) -> Tensor:
+        if embeds is not None:
+            raise IndexError("too many rows")
+        y: Tensor = self.embed(input_ids)
+        return y
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        Inputs(input_ids=torch.tensor([9]), return_dict=True),
+        Inputs(torch.tensor([9]), mask=torch.ones(1)),
+        Inputs(embeds=torch.ones(1, 2), return_dict=True),
+    ],
+    ids=repr,
+)
+def test_an_error_about_something_else_has_no_note_on_a_keyword_that_forward_swallows(given: Inputs) -> None:
+    with pytest.raises(IndexError) as caught:
+        given.run(Overflows())
+    assert not hasattr(caught.value, "__notes__")
+
+
 def test_an_error_of_the_model_has_no_note_if_its_inputs_were_passed() -> None:
     with pytest.raises(RuntimeError) as caught:
         Inputs.of(T).run(nn.Linear(3, 3))

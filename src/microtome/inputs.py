@@ -119,11 +119,23 @@ class Inputs:
         if any(tensor.is_floating_point() for tensor in tensors) and _EXPECTS_INTEGERS.search(str(error)):
             yield "Inputs of a shape without a dtype have that of the model's weights: '1x128:int64' is for token ids."
         parameters = _parameters(model)
-        for name in self.kwargs if parameters else ():
-            if name not in parameters:
-                near = difflib.get_close_matches(name, parameters, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"it has {some(list(parameters), 8)}"
-                yield f"forward of {type(model).__name__} has no parameter {name!r}: {hint}"
+        for name in self._unknown_names(parameters, str(error)):
+            near = difflib.get_close_matches(name, parameters, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {some(list(parameters), 8)}"
+            yield f"forward of {type(model).__name__} has no parameter {name!r}: {hint}"
+
+    def _unknown_names(self, parameters: Iterable[str], message: str) -> Iterator[str]:
+        """The names that `forward` lacks and that the error may be about: it names them, or the first one is missing.
+
+        A `forward` with `**kwargs` may take further names, such as the flags that `generate` passes.
+        """
+        parameters = list(parameters)
+        lacks_first = bool(parameters) and not self.args and parameters[0] not in self.kwargs
+        for name, value in self.kwargs.items():
+            is_flag = isinstance(value, bool | int | float | str | None)
+            is_named = re.search(rf"\b{re.escape(name)}\b", message) is not None
+            if parameters and name not in parameters and (is_named or (lacks_first and not is_flag)):
+                yield name
 
     @property
     def _is_list_of_tensors(self) -> bool:
