@@ -139,6 +139,20 @@ class ProbeError(MicrotomeError, RuntimeError):
         self.address = address
 
 
+def describe_value(value: object) -> str:
+    """Describe an argument of an invalid type: a number or a string itself, anything else by its class.
+
+    The `repr` of a model has many lines.
+
+    >>> describe_value(5), describe_value({})
+    ('5', 'a dict')
+    """
+    if isinstance(value, str | bytes | int | float | None):
+        return f"{value!r:.80}"
+    name = type(value).__name__
+    return f"{'an' if name[:1] in 'AEIOUaeiou' else 'a'} {name}"
+
+
 def describe_error(error: BaseException) -> str:
     """Format an exception as one sanitized line: its type, then the first line of its message."""
     # str() of a SyntaxError also names the file and line, which its callers report themselves.

@@ -239,9 +239,9 @@ def test_tokens_that_do_not_fit_are_refused(cuts: mt.Cuts, phases: mt.Phases, to
 
 
 def test_profiles_of_another_kind_are_refused(cuts: mt.Cuts, phases: mt.Phases) -> None:
-    with pytest.raises(BadQuery, match=r"expected 'edge' as a Phases, .*: profile the model with phases="):
+    with pytest.raises(BadQuery, match=r"expected 'edge' as a Phases of mt\.profile\(.*phases=.*, got a Profile$"):
         plan(cuts, phases["prefill"], 2)
-    with pytest.raises(BadQuery, match=r"expected 'edge' as a Profile, .*: pass tokens=\(512, 64\)"):
+    with pytest.raises(BadQuery, match=r"expected 'edge' as a Profile of .*: pass tokens=\(512, 64\)"):
         mt.plan(cuts, edge=phases, cloud=phases, link=LINK)
     with pytest.raises(BadQuery, match="the phases of 'edge' lack 'decode': profile the model there with both"):
         plan(cuts, replace(phases, decode=None), 2)

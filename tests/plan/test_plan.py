@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ CLOUD = synthetic.profile([0.1, 0.2, 0.4])
 LINK = mt.Link("800bps", rtt="2s")  # 100 bytes a second
 CUTS = synthetic.cuts(SIZES)
 COSTS = synthetic.costs(CUTS)
+MODEL = nn.Sequential(nn.Linear(1, 1))
 
 
 def planned(cuts: Cuts = CUTS, edge: Any = EDGE, cloud: Any = CLOUD, link: Any = LINK, **options: Any) -> mt.Plan:
@@ -320,8 +322,11 @@ def but(address: str, **change: Any) -> Any:
         ({"link": 20}, "expected a microtome.Link, such as Link"),
         ({"link": "20"}, "expected a bandwidth, such as 20Mbps"),
         ({"devices": [EDGE, CLOUD]}, "expected edge, cloud and link, or devices and links, got both"),
-        ({"cuts": 5}, "expected the cuts as a Cuts, or a file of one, got 5"),
-        ({"edge": 5}, "expected 'edge' as a Profile, or a file of one, got 5"),
+        ({"cuts": 5}, r"expected the cuts as a Cuts of mt\.cuts\(model, x\), or a file of one, got 5"),
+        ({"cuts": MODEL}, "of mt.cuts.*, got a Sequential$"),
+        ({"edge": 5}, "expected 'edge' as a Profile of mt.profile.*, or a file of one, got 5"),
+        ({"cloud": MODEL}, r"'cloud' as a Profile of mt\.profile\(model, x, measure=.time.\), .*, got a Sequential$"),
+        ({"link": MODEL}, "expected a microtome.Link, such as .*, got a Sequential$"),
         (
             {"edge": without_times(EDGE, time_s=None)},
             r"'edge' has no times: .* with measure=\[\"time\"\]$",
@@ -349,7 +354,10 @@ def but(address: str, **change: Any) -> Any:
         ({"codec": ()}, "a plan needs a codec"),
         ({"codec": "lz4"}, "expected a codec whose costs were measured .'raw', 'zstd'., got 'lz4'"),
         ({"costs": {"edge": COSTS}}, "the costs of codecs on 'cloud' are missing"),
-        ({"costs": 7}, "expected the costs of codecs as a CodecCosts, or a file of one, got 7"),
+        ({"costs": 7}, "expected the costs of codecs as a CodecCosts of .*, or a file of one, got 7"),
+        ({"codec": 7}, r"expected a codec or several, such as 'raw' or \['raw', 'zstd'\], got 7"),
+        ({"energy_of": "edge"}, r"expected energy_of as names of devices, such as \['edge'\], got 'edge'"),
+        ({"energy_of": 1}, "expected energy_of as names of devices, .*, got 1"),
         (
             {"costs": synthetic.costs(synthetic.cuts([SIZES[0]]))},
             "codec costs of these cuts of Chain, got none for 'l1'",
@@ -383,6 +391,27 @@ def but(address: str, **change: Any) -> Any:
 def test_what_is_missing_is_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(NoMatch if "has no call" in message or "calls, and" in message else BadQuery, match=message):
         planned(**options)
+
+
+#: Each argument of `plan` that has a value by device, with an example.
+BY_DEVICE = {"slower": '{"edge": 10}', "limits": '{"edge": "512MB"}', "devices": '{"phone": profile, "cloud": profile}'}
+
+
+@pytest.mark.parametrize("name", BY_DEVICE)
+@pytest.mark.parametrize(
+    ("value", "got"), [(10, "10"), ("512MB", "'512MB'"), (EDGE, "a Profile"), ({10}, "a set"), (MODEL, "a Sequential")]
+)
+def test_an_argument_by_device_that_is_no_dict_is_refused(name: str, value: Any, got: str) -> None:
+    options = {"devices": value, "links": [LINK], "edge": None, "cloud": None, "link": None}
+    expected = f"expected {name} as a dict by device, such as {BY_DEVICE[name]}, got {got}"
+    with pytest.raises(BadQuery, match=f"^{re.escape(expected)}$"):
+        planned(**(options if name == "devices" else {name: value}))
+
+
+@pytest.mark.parametrize(("links", "got"), [(LINK, "a Link"), ("20Mbps", "'20Mbps'"), (5, "5")])
+def test_links_that_are_no_list_are_refused(links: Any, got: str) -> None:
+    with pytest.raises(BadQuery, match=rf"expected links as a list, such as \['20Mbps', '1Gbps'\], got {got}$"):
+        mt.plan(CUTS, devices=[EDGE, CLOUD], links=links)
 
 
 def net(width: int = 4, layers: int = 2, kernel: int = 3, bias: bool = True, act: Any = nn.ReLU) -> nn.Module:

@@ -691,6 +691,15 @@ def test_the_example_is_left_as_it_was_by_a_model_that_writes_into_it(at: str) -
             torch.testing.assert_close(result, model(given))
 
 
+def test_inputs_come_before_the_address(resnet: tuple[nn.Module, Tensor]) -> None:
+    model, x = resnet
+    for server in (x, None):
+        with pytest.raises(
+            BadQuery, match=r"expected inputs before the address, as in mt\.connect\(model, x, 'host:7070'"
+        ):
+            mt.connect(model, "host:7070", server)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("listen", ["localhost", "7070", ""])
 def test_a_server_listens_on_an_address_with_a_port(resnet: tuple[nn.Module, Tensor], listen: str) -> None:
     with pytest.raises(BadQuery, match="expected an address to listen on such as 127.0.0.1:7070"):

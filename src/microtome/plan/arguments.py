@@ -8,7 +8,7 @@ from math import inf
 from os import PathLike
 from typing import Any, TypeVar
 
-from microtome.errors import BadQuery, NotInstalled
+from microtome.errors import BadQuery, NotInstalled, describe_value
 from microtome.plan.codec_benchmark import codec_costs
 from microtome.plan.compatibility import check_codec_costs
 from microtome.plan.device_costs import DeviceCosts
@@ -27,19 +27,38 @@ COMPRESSED = "zstd"
 
 R = TypeVar("R", Cuts, Profile, Phases, CodecCosts)
 
+#: What makes each argument, in Python and on the command line.
+_SOURCES: dict[type, tuple[str, str]] = {
+    Cuts: ("mt.cuts(model, x)", "microtome cuts --json"),
+    Profile: ('mt.profile(model, x, measure="time")', "microtome profile --time --json"),
+    Phases: (
+        'mt.profile(model, x, phases=("prefill", "decode"), measure="time")',
+        "microtome profile --prefill N --decode --time --json",
+    ),
+    CodecCosts: ("microtome.plan.codec_benchmark.codec_costs(…)", "microtome plan --measure-codecs"),
+}
+
 
 def load(argument: Any, result_type: type[R], name: str) -> R:
     """Return a result of this type, from a file if the argument is a path."""
     result = load_result(argument) if isinstance(argument, str | PathLike) else argument
     if not isinstance(result, result_type):
+        source = advise(*_SOURCES[result_type])
         hint = ""
         if isinstance(result, Phases):
             hint = f": pass {advise('tokens=(512, 64)', '--tokens 512,64')} for a plan of a whole answer"
-        elif result_type is Phases:
-            both = advise('phases=("prefill", "decode")', "--prefill N --decode")
-            hint = f": profile the model with {both}"
-        raise BadQuery(f"expected {name} as a {result_type.__name__}, or a file of one, got {result!r:.200}{hint}")
+        expected = f"expected {name} as a {result_type.__name__} of {source}, or a file of one"
+        raise BadQuery(f"{expected}, got {describe_value(result)}{hint}")
     return result
+
+
+def check_mapping(value: Any, name: str, example: str) -> dict[str, Any]:
+    """Return an argument that has a value for each device, by name; raise if it is no dict. None: it is empty."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise BadQuery(f"expected {name} as a dict by device, such as {example}, got {describe_value(value)}")
+    return dict(value)
 
 
 def load_chain(
@@ -56,8 +75,12 @@ def load_chain(
     else:
         if edge is not None or cloud is not None or link is not None:
             raise BadQuery("expected edge, cloud and link, or devices and links, got both")
-        is_named = isinstance(devices, Mapping)
-        arguments = dict(devices) if is_named else {f"device{i}": profile for i, profile in enumerate(devices)}
+        if isinstance(devices, Sequence) and not isinstance(devices, str):
+            devices = {f"device{i}": profile for i, profile in enumerate(devices)}
+        if isinstance(links, str | Link) or not isinstance(links, Sequence | None):
+            example = "['20Mbps', '1Gbps']"
+            raise BadQuery(f"expected links as a list, such as {example}, got {describe_value(links)}")
+        arguments = check_mapping(devices, "devices", '{"phone": profile, "cloud": profile}')
         chain_links = list(links or ())
         if len(arguments) < 2 or len(chain_links) != len(arguments) - 1:
             raise BadQuery(
@@ -67,11 +90,13 @@ def load_chain(
     chain_links = [Link(one) if isinstance(one, str) else one for one in chain_links]
     for one in chain_links:
         if not isinstance(one, Link):
-            raise BadQuery(f"expected a microtome.Link, such as Link('20Mbps', rtt='15ms'), got {one!r}")
+            raise BadQuery(f"expected a microtome.Link, such as Link('20Mbps', rtt='15ms'), got {describe_value(one)}")
     return {name: load(value, kind, f"{name!r}") for name, value in arguments.items()}, chain_links
 
 
 def check_codecs(codec: Collection[str] | str) -> tuple[str, ...]:
+    if not isinstance(codec, Collection):
+        raise BadQuery(f"expected a codec or several, such as 'raw' or ['raw', 'zstd'], got {describe_value(codec)}")
     names = (codec,) if isinstance(codec, str) else tuple(dict.fromkeys(codec))
     if not names:
         raise BadQuery("a plan needs a codec or several, such as 'raw' or 'zstd'")
@@ -119,20 +144,22 @@ def _measure_codec_costs(cuts: Cuts, codecs: tuple[str, ...]) -> CodecCosts:
 
 
 def parse_limits(limits: Mapping[str, int | str] | None, names: Sequence[str]) -> dict[str, int]:
-    for name in limits or ():
+    checked = check_mapping(limits, "limits", '{"edge": "512MB"}')
+    for name in checked:
         if name not in names:
             raise BadQuery(f"expected limits of {', '.join(map(repr, names))}, got one of {name!r}")
-    return {name: parse_size(limit) for name, limit in (limits or {}).items()}
+    return {name: parse_size(limit) for name, limit in checked.items()}
 
 
 def check_factors(slower: Mapping[str, float] | None, names: Sequence[str]) -> dict[str, float]:
     """Return the factors on the times of devices; raise if one is not a positive number, or of no device."""
-    for name, factor in (slower or {}).items():
+    checked = check_mapping(slower, "slower", '{"edge": 10}')
+    for name, factor in checked.items():
         if name not in names:
             raise BadQuery(f"expected slower of {', '.join(map(repr, names))}, got one of {name!r}")
         if not isinstance(factor, int | float) or not 0 < factor < inf:
             raise BadQuery(f"expected a factor above 0 on the times of {name!r}, got {factor!r}")
-    return dict(slower or {})
+    return checked
 
 
 def devices_with_energy(
@@ -140,7 +167,11 @@ def devices_with_energy(
 ) -> tuple[str, ...]:
     """Return the devices whose energy counts; none if it was not measured and is not needed."""
     by_name = {device.name: device for device in devices}
-    names = (devices[0].name,) if energy_of is None else tuple(energy_of)
+    names: tuple[str, ...] = (devices[0].name,)
+    if energy_of is not None:
+        if isinstance(energy_of, str) or not isinstance(energy_of, Collection):
+            raise BadQuery(f"expected energy_of as names of devices, such as ['edge'], got {describe_value(energy_of)}")
+        names = tuple(energy_of)
     for name in names:
         if name not in by_name:
             raise BadQuery(f"expected energy_of {', '.join(map(repr, by_name))}, got {name!r}")

@@ -98,7 +98,7 @@ def connect(
     deadline_s = parse_seconds(deadline) if isinstance(deadline, str) else deadline
     if deadline_s is not None and not (isinstance(deadline_s, int | float) and deadline_s > 0):
         raise BadQuery(f"expected a deadline of more than 0 seconds, got {deadline!r}")
-    stages = _check_servers(server, servers)
+    stages = _check_servers(inputs, server, servers)
     cuts, stages = _resolve_plan(at, stages)
     security = Security(tls, ca, cert, key, token, server_name)
     chain = _open_chain(stages, security)
@@ -118,10 +118,12 @@ def connect(
         raise
 
 
-def _check_servers(server: str | None, servers: Sequence[Servers] | None) -> list[tuple[str, ...]]:
+def _check_servers(inputs: Any, server: str | None, servers: Sequence[Servers] | None) -> list[tuple[str, ...]]:
     """Return the addresses of the servers of each stage."""
     if servers is None:
         if error := explain_endpoint(server):
+            if not isinstance(server, str) and isinstance(inputs, str) and not explain_endpoint(inputs):
+                raise BadQuery(f"expected inputs before the address, as in mt.connect(model, x, {inputs!r:.80})")
             raise BadQuery(error)
         assert server is not None
         return [(server,)]

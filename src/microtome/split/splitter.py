@@ -13,7 +13,7 @@ from microtome.engine.fingerprint import model_fingerprint, structure_fingerprin
 from microtome.engine.meta_run import SUBSTITUTION_LOCK, copy_inputs
 from microtome.engine.pytree import as_state
 from microtome.engine.selectors import check_model
-from microtome.errors import BadQuery
+from microtome.errors import BadQuery, describe_value
 from microtome.inputs import Inputs
 from microtome.results.cuts import Cut, Cuts
 from microtome.split.analysis.analysis import Analysis, analyze
@@ -217,7 +217,8 @@ def _choose_cuts(cuts: Cuts, at: Any) -> list[Cut]:
     names = [planned] if isinstance(planned, str | Cut) or not isinstance(planned, Iterable) else list(planned)
     if not names or not all(isinstance(name, str | Cut) for name in names):
         raise BadQuery(
-            f"expected where to cut: an address such as 'layer2.0.conv1', several, or a plan of mt.plan; got {at!r:.80}"
+            "expected where to cut: an address such as 'layer2.0.conv1', several, or a plan of mt.plan; got "
+            f"{describe_value(next((name for name in names if not isinstance(name, str | Cut)), at))}"
         )
     if "auto" in names:
         raise BadQuery("at='auto' needs to know the devices and the link: give a plan, plan=mt.plan(mt.cuts(…), …)")

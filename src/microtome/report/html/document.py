@@ -11,7 +11,7 @@ from importlib.resources import files
 from os import PathLike
 from typing import Any
 
-from microtome.errors import BadQuery
+from microtome.errors import BadQuery, describe_value
 from microtome.report.html.compare import compare_data, compare_table
 from microtome.report.html.data import block, columns, memory, metrics
 from microtome.report.html.explorer import explorer
@@ -56,7 +56,7 @@ def _load(result: Any, kind: type[Any], expected: str) -> Any:
     if isinstance(result, str | PathLike):
         result = load_result(result)
     if result is not None and not isinstance(result, kind):
-        raise BadQuery(f"expected {expected}, or the file that holds it, got {result!r:.200}")
+        raise BadQuery(f"expected {expected}, or the file that holds it, got {describe_value(result)}")
     return result
 
 
