@@ -721,9 +721,10 @@ def quiet_script() -> Iterator[None]:
         ({"heads": [3]}, "expected the index of a head from -3 to 2, got 3"),
         ({"rows": "first"}, "expected rows as a list of query indices, 'cls'"),
         ({"rows": [-6]}, "expected the index of a query row from -5 to 4, got -6"),
+        ({"device": "nowhere"}, "expected a device of this machine, got 'nowhere'"),
     ],
 )
-def test_invalid_heads_and_rows_raise(asked: dict[str, Any], message: str) -> None:
+def test_invalid_options_of_attention_raise(asked: dict[str, Any], message: str) -> None:
     with pytest.raises(BadQuery, match=message):
         attention(Explicit(), torch.randn(1, 5, 12), **asked)
 

@@ -331,13 +331,19 @@ def test_a_model_that_raises_is_as_found() -> None:
     assert nn.Module._compiled_call_impl is None
 
 
+def absent_device() -> str:
+    """Return a device that torch can name, and this machine does not have."""
+    return f"cuda:{90 + torch.cuda.device_count()}"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"clone": "maybe"}, "expected clone to be True, False or 'auto', got 'maybe'"),
         ({"grad": True, "transform": print}, "gradients are collected for outputs of modules"),
         ({"transform": "mean"}, "expected transform to be a function of the output, got 'mean'"),
-        ({"device": "nowhere"}, "expected a device, got 'nowhere': RuntimeError"),
+        ({"device": "nowhere"}, "expected a device of this machine, got 'nowhere': RuntimeError"),
+        ({"device": absent_device()}, "expected a device of this machine, got 'cuda:9[0-9]': "),
         ({"inputs": torch.ones(2)}, "expected inputs=True or False"),
     ],
 )

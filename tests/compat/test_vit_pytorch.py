@@ -21,7 +21,7 @@ from microtome import zoo
 from microtome.capture.attention.probe import AttentionProbe
 from microtome.compat.vit_pytorch import Extractor, Recorder
 from microtome.engine import tensors_in
-from microtome.errors import BadQuery, NoMatch, NotAModule, SessionError
+from microtome.errors import BadQuery, BadSelector, NoMatch, NotAModule, SessionError
 
 zoo.import_torchvision()  # vit-pytorch imports it
 pytest.importorskip("vit_pytorch")
@@ -96,6 +96,26 @@ def test_the_extractor_takes_a_module_as_vit_pytorchs_does() -> None:
     found = expected(image())
     expected.eject()
     assert same(Extractor(vit, layer=layer)(image()), found)
+
+
+@pytest.mark.parametrize("path", ["transformer.layers.0.1", "transformer", "mlp_head"])
+def test_the_extractor_takes_a_path_as_layer_or_as_layer_name(path: str) -> None:
+    vit = plain_vit()
+    expected = Extractor(vit, layer=vit.get_submodule(path))(image())
+    assert same(Extractor(vit, layer=path)(image()), expected)
+    assert same(Extractor(vit, layer_name=path)(image()), expected)
+
+
+@pytest.mark.parametrize("name", ["layer", "layer_name"])
+@pytest.mark.parametrize("value", [3, nn.Linear, [nn.Linear(1, 1)], lambda path, module: True, b"transformer", False])
+def test_a_layer_that_is_neither_a_module_nor_a_path_raises(name: str, value: Any) -> None:
+    vit = plain_vit()
+    with pytest.raises(BadSelector, match="expected a module of the model or its path as layer, got "):
+        Extractor(vit, **{name: value})
+    extractor = Extractor(vit)
+    setattr(extractor, name, value)
+    with pytest.raises(BadSelector, match="expected a module of the model or its path as layer, got "):
+        extractor(image())
 
 
 @pytest.mark.parametrize("at_call", [False, True])
@@ -596,12 +616,26 @@ def test_a_layer_that_does_not_exist_raises() -> None:
     vit = plain_vit()
     with pytest.raises(NoMatch, match="no module matches the path 'transfomer'. Did you mean 'transformer'"):
         Extractor(vit, layer_name="transfomer")
+    with pytest.raises(AssertionError, match="no module matches the path 'transfomer.layers.0'. Did you mean 'trans"):
+        Extractor(vit, layer="transfomer.layers.0")
     with pytest.raises(NoMatch, match="the Linear given as selector is not part of the model"):
         Extractor(vit, layer=nn.Linear(1, 1))
     with pytest.raises(BadQuery, match="expected one layer, got 2 at 'transformer.layers.*': use mt.extract"):
         Extractor(vit, layer_name="transformer.layers.*")
     with pytest.raises(NotAModule, match="expected a torch.nn.Module, got"):
         Recorder("vit")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [Extractor, Recorder])
+@pytest.mark.parametrize("index", [None, 90])
+def test_a_device_that_this_machine_does_not_have_raises_when_the_wrapper_is_created(
+    kind: Any, index: int | None
+) -> None:
+    if index is None and torch.cuda.is_available():
+        pytest.skip("the machine has CUDA")
+    device = "cuda" if index is None else f"cuda:{index + torch.cuda.device_count()}"
+    with pytest.raises(BadQuery, match=f"expected a device of this machine, got '{device}': "):
+        kind(plain_vit(), device=device)
 
 
 def test_a_layer_that_never_ran() -> None:

@@ -19,6 +19,15 @@ from microtome.trace.op_schema import op_schema
 Clone = Literal["auto"] | bool
 
 
+def check_device(device: torch.device | str | None) -> None:
+    """Raise if tensors cannot be moved to this device."""
+    try:
+        if device is not None:
+            torch.empty(0, device=device)
+    except (RuntimeError, TypeError, AssertionError, ImportError) as error:  # the kind depends on the device
+        raise BadQuery(f"expected a device of this machine, got {str(device)!r}: {describe_error(error)}") from error
+
+
 @dataclass(frozen=True)
 class Retention:
     """Options for retaining captured values.
@@ -40,10 +49,7 @@ class Retention:
             raise BadQuery(f"expected clone to be True, False or 'auto', got {self.clone!r}")
         if self.transform is not None and not callable(self.transform):
             raise BadQuery(f"expected transform to be a function of the output, got {self.transform!r}")
-        try:
-            torch.device(self.device or "cpu")
-        except (RuntimeError, TypeError) as error:
-            raise BadQuery(f"expected a device, got {self.device!r}: {describe_error(error)}") from error
+        check_device(self.device)
 
     def apply(self, value: Any) -> Any:
         """Return the value to retain."""

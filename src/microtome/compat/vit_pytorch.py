@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from microtome.capture.attention.attention import no_attention_error
 from microtome.capture.attention.cached import CachedAttention
 from microtome.capture.extract import extract
+from microtome.capture.retention import check_device
 from microtome.compat.subclass_checks import refuse_overrides
 from microtome.engine import select, tensors_in
 from microtome.engine.module_calls import run_uncompiled
 from microtome.engine.pytree import map_tensors
 from microtome.engine.selectors import check_model
-from microtome.errors import BadQuery, NoMatch, SessionError
+from microtome.errors import BadQuery, BadSelector, NoMatch, SessionError
 from microtome.inputs import Inputs
 
 __all__ = ["Extractor", "Recorder"]
@@ -50,6 +51,7 @@ class _ModelWrapper(nn.Module):
 
     def __init__(self, vit: nn.Module, device: torch.device | str | None) -> None:
         super().__init__()
+        check_device(device)
         self.vit = check_model(vit)
         self.data: Any = None
         self.hooks: list[Any] = []
@@ -92,7 +94,7 @@ class Extractor(_ModelWrapper):
 
     Args:
         device: The device of the latents; None: that of the first tensor in the inputs.
-        layer: The layer, as a module of the model; None: the one at `layer_name`.
+        layer: The layer, as a module of the model or its path; None: the one at `layer_name`.
         layer_name: Its path in the model, such as `"transformer.layers.3"`.
         layer_save_input: Return the layer's arguments instead of its output: a tuple, keyword arguments last.
         return_embeddings_only: Return only the latents.
@@ -111,7 +113,7 @@ class Extractor(_ModelWrapper):
         self,
         vit: nn.Module,
         device: torch.device | str | None = None,
-        layer: nn.Module | None = None,
+        layer: nn.Module | str | None = None,
         layer_name: str = "transformer",
         layer_save_input: bool = False,
         return_embeddings_only: bool = False,
@@ -127,7 +129,7 @@ class Extractor(_ModelWrapper):
         self._find()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("layer", "latents"):  # nn.Module would add a module or a parameter to `state_dict`
+        if name in ("layer", "layer_name", "latents"):  # nn.Module would add a module or a parameter to `state_dict`
             self.__dict__[name] = value
         else:
             super().__setattr__(name, value)
@@ -164,14 +166,17 @@ class Extractor(_ModelWrapper):
         return latents if return_embeddings_only or self.return_embeddings_only else (feats.output, latents)
 
     def _find(self) -> tuple[str, nn.Module]:
+        named = self.layer_name if self.layer is None else self.layer
+        if not isinstance(named, str | nn.Module):
+            raise BadSelector(f"an Extractor expected a module of the model or its path as layer, got {named!r}")
         # An attribute may be an alias, such as a property, that is no path in the model.
-        layer = getattr(self.vit, self.layer_name, None) if self.layer is None else self.layer
+        layer = getattr(self.vit, named, None) if isinstance(named, str) else named
         try:
-            found = select(self.vit, layer if isinstance(layer, nn.Module) else self.layer_name)
+            found = select(self.vit, layer if isinstance(layer, nn.Module) else named)
         except NoMatch as error:
             raise LayerNotFound(str(error)) from None
         if len(found) > 1:
-            raise BadQuery(f"an Extractor expected one layer, got {len(found)} at {self.layer_name!r}: use mt.extract")
+            raise BadQuery(f"an Extractor expected one layer, got {len(found)} at {named!r}: use mt.extract")
         return next(iter(found.items()))
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from microtome.addresses import Addresses, path_not_found
 from microtome.capture.attention.fused_weights import Heads, Rows, WeightRange
 from microtome.capture.attention.probe import ATTENTION, AttentionProbe
+from microtome.capture.retention import check_device
 from microtome.engine import Selector, Session
 from microtome.engine.pytree import tensors_in
 from microtome.engine.selectors import CallSelection, check_model, path_aliases
@@ -58,6 +59,7 @@ def attention(
     """
     calls = None if layers is None else CallSelection(model, layers)
     selected = WeightRange(heads, rows)
+    check_device(device)
     run = Inputs.of(inputs, check_model(model))
     captured: dict[str, Tensor] = {}
 
