@@ -6,14 +6,16 @@ import csv as csv_format
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 from torch import nn
 
 import microtome as mt
+from microtome import zoo
 from microtome.cli import main
 from microtome.errors import BadQuery
 from microtome.report.formats import csv, markdown, text
@@ -29,6 +31,7 @@ from microtome.results.metrics import (
     unregister_column,
     why_unknown,
 )
+from microtome.units import UNKNOWN
 
 #: Twice the bytes that are read: 2 x 4 x (2 x 4 + 4 x 8 + 8) for the first layer below.
 TWICE = Metric(
@@ -95,6 +98,52 @@ def test_own_columns_write_numbers_with_three_digits() -> None:
         assert "30.71" not in shown
     finally:
         unregister_column("third")
+
+
+@pytest.fixture
+def divides() -> Iterator[str]:
+    """A column that divides by the parameters of a call, which a ReLU does not have."""
+    mt.register_column("divides", lambda row: row.macs / row.params, "MACs / params")
+    yield "divides"
+    unregister_column("divides")
+
+
+def test_a_column_that_raises_does_not_affect_tables_without_it(divides: str) -> None:
+    profile = mt.profile(*zoo.build("tiny-vit"))  # has operators between modules, without parameters
+    assert "ZeroDivision" not in f"{profile}{profile.to_markdown()}{profile.to_html()}{profile._repr_html_()}"
+    assert "ZeroDivision" not in text(profile, RowSelection(columns=("params",), sort="macs"))
+    assert csv(profile)
+    assert as_json(profile)
+    assert not profile.diff(profile).layers
+
+
+@pytest.mark.parametrize("write", [text, markdown])
+def test_cells_of_a_column_that_raises_are_unknown_and_one_note_says_why(
+    write: Callable[..., str], divides: str
+) -> None:
+    profile = mt.profile(nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU(), nn.ReLU()), "1x2")
+    shown = write(profile, RowSelection(columns=(divides,)))
+    cells = [re.split("[┃│|]", line.strip("|"))[-1].strip() for line in shown.splitlines() if re.search("[│|]", line)]
+    assert cells[-5:] == ["1.00", "1.00", UNKNOWN, UNKNOWN, "1.00"]
+    assert len(re.findall("raised ZeroDivisionError: division by zero at '1'", shown.replace("\\", ""))) == 1
+
+
+def test_a_column_that_raises_is_empty_in_csv(divides: str) -> None:
+    profile = mt.profile(nn.Sequential(nn.ReLU()), "1x2")
+    assert csv(profile, RowSelection(columns=(divides,))).split() == ["address,divides", ",", "0,"]
+
+
+def test_sorting_by_a_column_that_raises_everywhere_says_what_it_raised(divides: str) -> None:
+    with pytest.raises(BadQuery, match="to sort by: the column 'divides' raised ZeroDivisionError.* at '\\(root\\)'"):
+        text(mt.profile(nn.Sequential(nn.ReLU()), "1x2"), RowSelection(sort=divides))
+
+
+@pytest.mark.parametrize("arguments", [(len, "name"), ("name", 3), ("name", "name"), ("name", len, len), (None, len)])
+def test_a_column_that_is_no_name_and_function_is_refused(arguments: Any) -> None:
+    with pytest.raises(
+        BadQuery, match=r"expected a name, a function of a row and a header, register_column\('name', f"
+    ):
+        mt.register_column(*arguments)
 
 
 def test_names_of_columns_are_unique(twice: Metric) -> None:

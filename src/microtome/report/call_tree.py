@@ -57,8 +57,8 @@ def is_visible(profile: Profile, own: Row) -> bool:
 def own_shares(profile: Profile, own: Sequence[Row]) -> dict[str, float]:
     """Return the shares that operators between modules have of the model, by the label of the metric, where known."""
     shares = {}
-    for metric in METRICS.values():
-        whole = metric.of(profile.total) if metric.adds_up == "sum" and metric.shown == "table" else None
+    for metric in (one for one in METRICS.values() if one.adds_up == "sum" and one.shown == "table"):
+        whole = metric.of(profile.total)
         known = [value for row in own if (value := metric.of(row)) is not None]
         if whole and known:
             shares[metric.label] = sum(known) / whole

@@ -66,7 +66,7 @@ def report(profile: Profile, view: RowSelection | None = None, medium: Medium = 
     lines.append(Line(("total", *by_row[-1]), style="bold", kind="total"))
     table = Table((Column(NAME_HEADERS[view.by], align="left", is_name=True), *columns), tuple(lines))
     notes = (
-        *_missing(profile, view, known),
+        *_missing(profile, [known[name] for name in names], rows),
         *profile_notes(profile),
         *_notes(profile, view, dict(zip(columns, cells, strict=True)), len(rows)),
     )
@@ -161,11 +161,12 @@ def _bars(profile: Profile, column: CallColumn, cells: list[Cell], rows: list[An
     return [*bars, ""]
 
 
-def _missing(profile: Profile, view: RowSelection, known: dict[str, CallColumn]) -> list[str]:
-    """Return the reason why a column that the selection names has no values."""
-    metrics = dict.fromkeys(metric for name in view.columns if (metric := known[name].metric) and metric.requires)
-    reasons = {metric.label: why_missing(profile, metric) for metric in metrics}
-    return [f"{label}: {why}" for label, why in reasons.items() if why is not None]
+def _missing(profile: Profile, columns: list[CallColumn], rows: list[Any]) -> list[str]:
+    """Return the reasons why columns that the selection names have no values, or an own column raised."""
+    metrics = dict.fromkeys(column.metric for column in columns if column.metric is not None)
+    reasons = {metric.label: why_missing(profile, metric) for metric in metrics if metric.requires}
+    raised = [metric.why_raised((*rows, profile.total)) for metric in metrics]
+    return [*(f"{label}: {why}" for label, why in reasons.items() if why is not None), *filter(None, raised)]
 
 
 def _notes(profile: Profile, view: RowSelection, columns: dict[Column, list[Cell]], shown: int) -> list[str | Note]:

@@ -132,8 +132,24 @@ class Metric:
             object.__setattr__(self, name, getattr(self, name) or default)
 
     def of(self, row: Any) -> Any:
-        """Return the value of a row or group, with the calls inside it; None: unknown."""
-        return getattr(row, self.name, None) if self.value is None else self.value(row)
+        """Return the value of a row or group, with the calls inside it; None: unknown, or an own column raised."""
+        if self.value is None:
+            return getattr(row, self.name, None)
+        try:
+            return self.value(row)
+        except Exception:
+            if self.shown != "named":
+                raise
+            return None
+
+    def why_raised(self, rows: Iterable[Any]) -> str | None:
+        """Return what an own column raised, at the first of these rows where it did; None: nothing."""
+        for row in rows if self.shown == "named" and self.value is not None else ():
+            try:
+                self.value(row)
+            except Exception as error:  # noqa: BLE001  a caller's function may raise anything
+                return f"the column {self.name!r} raised {describe_error(error)} at {row.address or '(root)'!r}"
+        return None
 
     def own(self, row: Row) -> Any:
         """Return the value of a call without the calls inside it; if it does not add up, only of a call without any."""
@@ -320,7 +336,7 @@ def why_unknown(profile: Profile, metric: Metric) -> str:
     """Return the reason why a profile lacks a metric, and what to do about it."""
     needs = metric.requires
     if metric.shown == "named":
-        return "the column returned None"
+        return metric.why_raised(profile) or "the column returned None"
     if needs is not None and needs.name in profile.unavailable:
         return profile.unavailable[needs.name]
     if needs is LOAD and profile.sampling is not None:
@@ -394,7 +410,7 @@ def register_column(name: str, value: Callable[[Row], Any], header: str | None =
     """Add a column to the tables and files of profiles, shown where `columns` names it.
 
     Args:
-        value: Computes the cell of a call: a number, a string, or None.
+        value: Computes the cell of a call: a number, a string, or None. A cell for which it raises is unknown.
         header: The header of the column; by default its name.
 
     >>> import microtome as mt
@@ -406,14 +422,10 @@ def register_column(name: str, value: Callable[[Row], Any], header: str | None =
     ['address,flops_per_param', ',1742.0194209674519']
     >>> unregister_column("flops_per_param")
     """
-
-    def cell(row: Any) -> Any:
-        try:
-            return value(row)
-        except Exception as error:
-            raise BadQuery(f"the column {name!r} raised {describe_error(error)} at {row.address!r}") from error
-
-    register_metric(Metric(name, header or name, None, "", "none", known_of="calls", shown="named", value=cell))
+    if not isinstance(name, str) or not callable(value) or not isinstance(header, str | None):
+        got = ", ".join(type(argument).__name__ for argument in (name, value, header))
+        raise BadQuery(f"expected a name, a function of a row and a header, register_column('name', f), got {got}")
+    register_metric(Metric(name, header or name, None, "", "none", known_of="calls", shown="named", value=value))
 
 
 def unregister_column(name: str) -> None:
