@@ -164,6 +164,14 @@ def test_an_error_about_something_else_has_no_note_on_a_keyword_that_forward_swa
     assert not hasattr(caught.value, "__notes__")
 
 
+@pytest.mark.parametrize("value", [False, None, 3, 0.5, "text", [1], {"a": 1}])
+def test_an_error_of_the_model_is_raised_if_other_values_were_added_to_inputs_of_shapes(value: Any) -> None:
+    shapes = Inputs.of("input_id=1x2:int64")
+    with pytest.raises(KeyError, match="expected input_ids") as caught:
+        shapes.with_arguments((), {**shapes.kwargs, "use_cache": value}).run(Swallows())
+    assert "no parameter 'input_id': did you mean 'input_ids'?" in "".join(caught.value.__notes__)
+
+
 def test_an_error_of_the_model_has_no_note_if_its_inputs_were_passed() -> None:
     with pytest.raises(RuntimeError) as caught:
         Inputs.of(T).run(nn.Linear(3, 3))

@@ -115,8 +115,9 @@ class Inputs:
             yield "The list of tensors is one argument: a tuple passes each as an argument of its own."
         else:
             yield from self._name_non_tensors(model, str(error))
-        tensors = (*self.args, *self.kwargs.values()) if self.created_from is not None else ()
-        if any(tensor.is_floating_point() for tensor in tensors) and _EXPECTS_INTEGERS.search(str(error)):
+        created = (*self.args, *self.kwargs.values()) if self.created_from is not None else ()
+        is_float = any(isinstance(value, Tensor) and value.is_floating_point() for value in created)
+        if is_float and _EXPECTS_INTEGERS.search(str(error)):
             yield "Inputs of a shape without a dtype have that of the model's weights: '1x128:int64' is for token ids."
         parameters = _parameters(model)
         for name in self._unknown_names(parameters, str(error)):
