@@ -20,7 +20,7 @@ from microtome.split.cuts.crossing import ValueLocation
 from microtome.split.description import SplitDescription, describe_inputs
 from microtome.split.stage import Stage
 from microtome.split.state.contents import fill_placeholders
-from microtome.split.verification import BIT_EQUAL, VerificationResult
+from microtome.split.verification import BIT_EQUAL, VerificationResult, run_whole
 from microtome.split.weights import copy_with_weights
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class Stages(Sequence[Stage]):
             data = value.to_bytes(codec)
             nbytes, raw_nbytes = nbytes + len(data), raw_nbytes + value.nbytes
             value = stage(Boundary.from_bytes(data))
-        expected = example.run(self._splitter.model)
+        expected = run_whole(self._splitter.model, example)
         changes = list(differences(value, expected))
         if any(difference.largest is None for difference in changes):
             where = f" at {changes[0].path}" if changes[0].path else ""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
+from microtome.engine import Session
 from microtome.engine.meta_run import copy_inputs
 from microtome.engine.module_state import without_attributes
 from microtome.engine.pytree import as_state, map_tensors
@@ -153,7 +154,7 @@ class Verification:
                 continue
             before = copy_inputs(Inputs(*states)).args
             try:
-                outputs.append(self._detach(_with_states(inputs, states).run(self._splitter.model)))
+                outputs.append(self._detach(run_whole(self._splitter.model, _with_states(inputs, states))))
             except Exception:  # noqa: BLE001  the whole model cannot go on, such as with a mask of the example's length
                 self._count = len(outputs)
                 return outputs, list(before)
@@ -164,7 +165,7 @@ class Verification:
         created = self._splitter.spec.created_states
         names = {id(inputs.kwargs[name]): name for name in created}
         raw = {name: value for name, value in inputs.kwargs.items() if name not in created}
-        output = inputs.with_arguments(inputs.args, raw).run(self._splitter.model)
+        output = run_whole(self._splitter.model, inputs.with_arguments(inputs.args, raw))
         states = state_objects_in((inputs.args, inputs.kwargs))
         return output, [output[names[id(state)]] if id(state) in names else state for state in states]
 
@@ -193,6 +194,12 @@ class _VerifiedSequence(StepSequence):
         received = Boundary.from_bytes(boundary.to_bytes(), limit=_NO_LIMIT)
         with refuse_errors(model, cut), hide_attributes(model, _attributes_before(self._splitter, cut)):
             return super().run_stage(stage, received, state)
+
+
+def run_whole(model: nn.Module, inputs: Inputs) -> Any:
+    """Run a whole model as its stages run, in a session: compiled code runs eagerly, since its last bits differ."""
+    with Session(model, at=[model], fast_paths=True, other_threads="ignore", backward=False):
+        return inputs.run(model)
 
 
 def _attributes_before(splitter: Splitter, cut: Cut) -> dict[str, set[str]]:
