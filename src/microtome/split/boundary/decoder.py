@@ -106,13 +106,8 @@ def decode(data: Any, limit: int, max_tensor_bytes: int | None = None) -> tuple[
             the tensors have more than `max_tensor_bytes`.
     """
     view = _view(data)
-    header_bytes = _check_prefix(view, limit)
+    header, header_bytes, digest = _read_header(view, limit)
     header_end = HEADER_OFFSET + header_bytes
-    digest = bytes(view[PREFIX.size : HEADER_OFFSET])
-    text = bytes(view[HEADER_OFFSET:header_end])
-    if xxh3_64_digest(bytes(view[: PREFIX.size]) + text) != digest:
-        raise BadBoundary(f"checksum mismatch in the header: {_DAMAGED}")
-    header = _parse_header(text)
     entries = [_parse_entry(index, fields) for index, fields in enumerate(header.pop("tensors"))]
     nbytes = sum(entry.values.numel * entry.dtype.itemsize for entry in entries)
     if max_tensor_bytes is not None and nbytes > max_tensor_bytes:
@@ -124,6 +119,25 @@ def decode(data: Any, limit: int, max_tensor_bytes: int | None = None) -> tuple[
     for part, stored in _read_parts(entries, view, header_end, digest):
         _decompress(part, stored)
     return header, {entry.name: _finish_tensor(entry) for entry in entries}
+
+
+def decode_header(data: Any, limit: int) -> dict[str, Any]:
+    """Decode the header of a boundary alone: its cut, fingerprint and facts, and the unchecked entries of its tensors.
+
+    Raises:
+        BadBoundary: If the header is damaged or that of no boundary, or decoding it would take more than `limit` bytes.
+    """
+    return _read_header(_view(data), limit)[0]
+
+
+def _read_header(view: memoryview, limit: int) -> tuple[dict[str, Any], int, bytes]:
+    """Return the fields of the header, its length and its checksum."""
+    header_bytes = _check_prefix(view, limit)
+    digest = bytes(view[PREFIX.size : HEADER_OFFSET])
+    text = bytes(view[HEADER_OFFSET : HEADER_OFFSET + header_bytes])
+    if xxh3_64_digest(bytes(view[: PREFIX.size]) + text) != digest:
+        raise BadBoundary(f"checksum mismatch in the header: {_DAMAGED}")
+    return _parse_header(text), header_bytes, digest
 
 
 def _view(data: Any) -> memoryview:
