@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from microtome.engine.pytree import tensors_in
 from microtome.errors import RemoteError
 from microtome.inputs import Inputs
 from microtome.remote.batch_verification import CannotBatch
-from microtome.remote.batching import build_batcher
+from microtome.remote.batching import build_batcher, make_examples
 from microtome.remote.served_model import ServedModel
 from microtome.remote.server import Server
 from microtome.results.cuts import Cut
@@ -96,7 +97,7 @@ def test_a_model_whose_rows_depend_on_each_other_is_not_joined() -> None:
     torch.manual_seed(0)
     model, x = Normalised().eval(), torch.randn(3, 4)
     head, tail = mt.split(model, x, at="first")
-    assert build_batcher(head, tail, Inputs(x)) is None
+    assert build_batcher(partial(make_examples, head, Inputs(x)), tail) is None
     items = [torch.randn(3, 4) for _ in range(12)]
     with (
         mt.serve(model, x, listen="127.0.0.1:0", batch=4, batch_window="20ms") as server,
@@ -111,7 +112,7 @@ def test_what_does_not_grow_must_be_the_same() -> None:
     model = Positioned().eval()
     x, scale = torch.randn(2, 4), torch.tensor(2.0)
     head, tail = mt.split(model, (x, scale), at="first")
-    batcher = build_batcher(head, tail, Inputs(x, scale))
+    batcher = build_batcher(partial(make_examples, head, Inputs(x, scale)), tail)
     assert batcher is not None
     assert batcher.example_rows == {"first": 2}
     same, other = head(x, scale), head(x, torch.tensor(3.0))
@@ -155,7 +156,7 @@ def test_what_says_another_batch_than_it_has_is_not_joined_with_others() -> None
     model, x = small("tiny-vit")
     at = mt.cuts(model, x)[7].at
     head, tail = mt.split(model, x, at=at)
-    batcher = build_batcher(head, tail, Inputs(x))
+    batcher = build_batcher(partial(make_examples, head, Inputs(x)), tail)
     assert batcher is not None
     assert batcher.facts_per_row
     good = head(x)

@@ -26,6 +26,7 @@ from microtome.remote import protocol
 from microtome.remote.error_kinds import NoSession, TooLarge
 from microtome.remote.prometheus import Metrics
 from microtome.remote.remote_session import RemoteSession
+from microtome.remote.served_model import ServedModel
 from microtome.remote.server import Server, serve
 from microtome.remote.session_store import SessionLimits, SessionStore, StateTooLarge
 from microtome.remote.step_codec import DeltaCodec, encode_states, parse_edits, parse_split, parse_states
@@ -231,6 +232,7 @@ def test_logits_of_each_step_are_bit_equal(llama: Any, server: Server) -> None:
             inputs = [{"input_ids": token, "past_key_values": one.past_key_values} for one in (whole, split)]
         assert chat.num_steps == 20
         assert split.past_key_values.get_seq_length() == 28
+        assert isinstance(server.served, ServedModel)
         assert len(server.served._tails) == 1  # one analysis serves all steps
 
 

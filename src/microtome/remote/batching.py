@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -140,21 +140,35 @@ class Batcher:
             raise CannotBatch(f"{rows} rows are not computed together: {self.verdicts[rows]}")
 
 
-def build_batcher(head: Head, tail: Tail, inputs: Inputs) -> Batcher | None:
+class ExampleBoundaries(NamedTuple):
+    """What crosses a cut on the example, on other values of the same shapes, and on both in one batch."""
+
+    one: Boundary
+    other: Boundary
+    double: Boundary
+
+
+def make_examples(head: Head, inputs: Inputs) -> ExampleBoundaries:
+    """Run what comes before a cut on example inputs, as a batcher of the stages after it needs."""
+    inputs = copy_inputs(inputs)  # the model may write into them
+    args, kwargs = map_tensors(perturb, (inputs.args, inputs.kwargs))
+    both = Inputs(*_concatenate(inputs.args, args), **_concatenate(inputs.kwargs, kwargs))
+    one, other, double = (head(*each.args, **each.kwargs) for each in (inputs, Inputs(*args, **kwargs), both))
+    return ExampleBoundaries(one, other, double)
+
+
+def build_batcher(examples: Callable[[], ExampleBoundaries], tail: Tail) -> Batcher | None:
     """Return a verified batcher for the stages of a cut; None if requests cannot be batched, and log the reason."""
     try:
         with torch.no_grad():
-            return _build(head, tail, inputs)
+            return _build(examples(), tail)
     except (MicrotomeError, RuntimeError, IndexError, StopIteration) as error:  # or the model rejects other shapes
         log.info("requests are computed one by one: %s", describe_error(error))
         return None
 
 
-def _build(head: Head, tail: Tail, inputs: Inputs) -> Batcher:
-    inputs = copy_inputs(inputs)  # the model may write into them
-    args, kwargs = map_tensors(perturb, (inputs.args, inputs.kwargs))
-    both = Inputs(*_concatenate(inputs.args, args), **_concatenate(inputs.kwargs, kwargs))
-    one, other, double = (head(*each.args, **each.kwargs) for each in (inputs, Inputs(*args, **kwargs), both))
+def _build(examples: ExampleBoundaries, tail: Tail) -> Batcher:
+    one, other, double = examples
     if all(tensor.equal(other.tensors[name]) for name, tensor in one.tensors.items()):
         raise CannotBatch("the example has no values that can be varied")
     rows = {name: len(tensor) for name, tensor in one.tensors.items() if _doubles(tensor, double.tensors[name])}

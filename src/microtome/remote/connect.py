@@ -106,7 +106,7 @@ def connect(
         local = LocalModel(model, inputs)
         for pool in chain.pools:
             for connection in pool.connections:
-                handshake(connection, local.model, local.fingerprint, timeout, any_torch=any_torch)
+                handshake(connection, local, timeout, any_torch=any_torch)
         route = _choose_route(local, chain, cuts, codec)
         max_bytes = None if max_reply is None else parse_size(max_reply)
         options = RequestOptions(deadline_s, fallback == "local", max_bytes)

@@ -17,10 +17,10 @@ from microtome.remote.admission import ReplyBudget
 from microtome.remote.connection import Connection
 from microtome.remote.error_kinds import TooLarge
 from microtome.remote.handshake import handshake
+from microtome.remote.inference_backend import InferenceBackend
 from microtome.remote.logs import MAX_ID_CHARS
 from microtome.remote.message import Message
 from microtome.remote.security import Security
-from microtome.remote.served_model import ServedModel
 from microtome.remote.server_pool import ServerPool
 from microtome.split.boundary.boundary import Boundary
 from microtome.units import size
@@ -48,7 +48,7 @@ class Forwarder:
         addresses: The servers that the operator allows: a client cannot make this server connect to others.
     """
 
-    def __init__(self, served: ServedModel, options: ForwardOptions, max_reply: int, replies: ReplyBudget) -> None:
+    def __init__(self, served: InferenceBackend, options: ForwardOptions, max_reply: int, replies: ReplyBudget) -> None:
         """Connect to a server when the first request for it comes.
 
         Args:
@@ -117,7 +117,7 @@ class Forwarder:
                 self._connections[address] = Connection(address, self._security)
             connection = self._connections[address]
         if connection.hello is None:
-            handshake(connection, self._served.model, self._served.fingerprint, _HANDSHAKE_S, any_torch=True)
+            handshake(connection, self._served, _HANDSHAKE_S, any_torch=True)
         return connection
 
     def _on_reply(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from microtome import __version__
 from microtome.errors import RemoteError
@@ -14,13 +13,24 @@ from microtome.remote.connection import Connection
 from microtome.units import count
 
 
-def handshake(connection: Connection, model: nn.Module, fingerprint: str, timeout: float, *, any_torch: bool) -> Any:
+class ModelIdentity(Protocol):
+    """A model of this side: the name of its class, its number of parameters, its structure and weights."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def params(self) -> int: ...
+    @property
+    def fingerprint(self) -> str: ...
+
+
+def handshake(connection: Connection, model: ModelIdentity, timeout: float, *, any_torch: bool) -> Any:
     """Call `Hello`, and return the reply if the server has the same model, protocol and torch.
 
     The connection keeps the reply, too.
     """
     request = protocol.HelloRequest(
-        protocol=protocol.PROTOCOL, microtome=__version__, torch=torch.__version__, fingerprint=fingerprint
+        protocol=protocol.PROTOCOL, microtome=__version__, torch=torch.__version__, fingerprint=model.fingerprint
     )
     reply = connection.call("Hello", request, timeout)
     if reply.protocol != protocol.PROTOCOL:
@@ -29,8 +39,8 @@ def handshake(connection: Connection, model: nn.Module, fingerprint: str, timeou
             f"this is version {protocol.PROTOCOL} (microtome {__version__})",
             "REFUSED",
         )
-    if reply.fingerprint != fingerprint:
-        raise RemoteError(_describe_difference(connection, model, fingerprint, reply), "WRONG_MODEL")
+    if reply.fingerprint != model.fingerprint:
+        raise RemoteError(_describe_difference(connection, model, reply), "WRONG_MODEL")
     if _release(reply.torch) != _release(torch.__version__) and not any_torch:
         raise RemoteError(
             f"torch is {torch.__version__} here and {reply.torch} at {connection.address}: results may differ in the "
@@ -42,21 +52,21 @@ def handshake(connection: Connection, model: nn.Module, fingerprint: str, timeou
     return reply
 
 
-def _describe_difference(connection: Connection, model: nn.Module, fingerprint: str, reply: Any) -> str:
-    here, there = type(model).__name__, reply.model
+def _describe_difference(connection: Connection, model: ModelIdentity, reply: Any) -> str:
+    here, there = model.name, reply.model
     (structure, values), (their_structure, their_values) = (
-        one.partition("-")[::2] for one in (fingerprint, reply.fingerprint)
+        one.partition("-")[::2] for one in (model.fingerprint, reply.fingerprint)
     )
     has_same_structure = structure == their_structure
     advice = "Load the same model with the same weights on both sides"
     if values == their_values != "unknown":  # of meta tensors
         advice = "The weights are equal: pass the same example inputs (--input) and run the same code on both sides"
     if not has_same_structure and reply.params:  # 0 from a server of an older microtome
-        here += f" with {count(sum(parameter.numel() for parameter in model.parameters()))} parameters"
+        here += f" with {count(model.params)} parameters"
         there += f" with {count(reply.params)} parameters"
     return (
         f"the {'weights' if has_same_structure else 'structure'} of {here} here and of {there} at "
-        f"{connection.address} differ: the fingerprints are {fingerprint} and {reply.fingerprint}. {advice}"
+        f"{connection.address} differ: the fingerprints are {model.fingerprint} and {reply.fingerprint}. {advice}"
     )
 
 

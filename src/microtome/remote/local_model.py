@@ -51,6 +51,10 @@ class LocalModel:
         self.is_whole = self.splitter is not None and not any(tensor.is_meta for tensor in tensors)
 
     @property
+    def name(self) -> str:
+        return type(self.model).__name__
+
+    @property
     def device(self) -> torch.device | None:
         return next((parameter.device for parameter in self.model.parameters() if not parameter.is_meta), None)
 

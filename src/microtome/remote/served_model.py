@@ -16,8 +16,8 @@ from microtome.engine.meta_run import SUBSTITUTION_LOCK
 from microtome.errors import BadBoundary, BadQuery, MicrotomeError, NoMatch, Unsupported, describe_error
 from microtome.inputs import Inputs, no_inputs_error
 from microtome.profile import profile
-from microtome.remote.batching import Batcher, build_batcher
-from microtome.remote.error_kinds import WrongModel
+from microtome.remote.batching import Batcher, ExampleBoundaries, build_batcher, make_examples
+from microtome.remote.inference_backend import check_origin
 from microtome.remote.payloads import INPUTS, pack_inputs, pack_output, unpack_inputs
 from microtome.remote.stage_ref import StageRef, describe_stage
 from microtome.remote.step_codec import parse_split
@@ -43,11 +43,18 @@ class ServedModel:
         only: The only stage that is here; None: the whole model is.
     """
 
-    def __init__(self, model: nn.Module | Stage, inputs: Any = None) -> None:
+    def __init__(self, model: nn.Module | Stage, inputs: Any = None, examples: ExampleBoundaries | None = None) -> None:
+        """Take a model with example inputs, or a stage.
+
+        Args:
+            examples: What crosses the cut where the stage begins, from which requests can be batched; None: they are
+                computed one by one.
+        """
         self._lock = threading.Lock()
         self._stages: dict[tuple[str, ...], Sequence[Stage]] = {}  # by their cuts
         self._batchers: dict[StageRef, Batcher | None] = {}
         self._splitter: Splitter | None = None
+        self._examples = examples
         self.only: Stage | None = None
         self._tails: dict[bytes, Stage] = {}  # of the steps of sessions, by a digest of the description
         self._without_weights: nn.Module | None = None
@@ -72,6 +79,14 @@ class ServedModel:
     def params(self) -> int:
         """The number of parameters of the whole model."""
         return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def any_stage(self) -> bool:
+        return self.only is None
+
+    @property
+    def device_name(self) -> str:
+        return str(self.device or "cpu")
 
     @property
     def device(self) -> torch.device | None:
@@ -116,13 +131,7 @@ class ServedModel:
             NoMatch: If the cut is not served.
         """
         boundary = Boundary.from_bytes(data, limit=limit, max_tensor_bytes=limit // 4)
-        if boundary.fingerprint != self.fingerprint:
-            raise WrongModel(
-                f"expected a boundary of {self.name} with the fingerprint {self.fingerprint}, got "
-                f"{boundary.fingerprint:.80}"
-            )
-        if boundary.at not in self.cuts:
-            raise NoMatch(f"the cut of {self.name} at {boundary.at!r:.200} is not served")
+        check_origin(self, boundary.at, boundary.fingerprint, self.cuts)
         return boundary
 
     def check_stage(self, stage: StageRef, boundary: Boundary) -> None:
@@ -144,11 +153,14 @@ class ServedModel:
         batcher = self._batcher(stage or StageRef.tail(boundary.at))
         return None if batcher is None else batcher.key(boundary)
 
-    def compute(self, boundaries: Sequence[Boundary], stage: StageRef | None = None) -> list[Any]:
+    def compute(
+        self, boundaries: Sequence[Boundary], stage: StageRef | None = None, deadline: float | None = None
+    ) -> list[Any]:
         """Return the output of a stage for each boundary; several of the same batch key are computed together.
 
         Args:
             stage: None: from the cut of the boundaries to the output.
+            deadline: Ignored: a computation that has begun is not stopped.
         """
         stage = stage or StageRef.tail(boundaries[0].at)
         run = partial(self._run, stage)
@@ -245,9 +257,20 @@ class ServedModel:
 
     def _batcher(self, ref: StageRef) -> Batcher | None:
         """Return the batcher of a stage, built on first use; None: its requests cannot be batched."""
-        if ref in self._batchers or self._splitter is None or ref.ends_at is not None:
+        if ref in self._batchers or (self._splitter or self._examples) is None or ref.ends_at is not None:
             return self._batchers.get(ref)
-        heads = self._stages_at(ref.cuts)[: ref.index] if ref.cuts else ()
+        heads = self._stages_at(ref.cuts)[: ref.index] if ref.cuts and self.only is None else ()
+        with self._lock:
+            if ref not in self._batchers:
+                tail = partial(self._run, ref, release=False)  # the examples are run several times
+                self._batchers[ref] = build_batcher(partial(self._make_examples, heads), tail)
+            return self._batchers[ref]
+
+    def _make_examples(self, heads: Sequence[Stage]) -> ExampleBoundaries:
+        """Return what crosses the cut after some stages on the example."""
+        if self._examples is not None:
+            return self._examples
+        assert self._splitter is not None
 
         def head(*args: Any, **kwargs: Any) -> Boundary:
             if not heads:
@@ -257,11 +280,7 @@ class ServedModel:
                 boundary = stage(boundary)
             return boundary
 
-        with self._lock:
-            if ref not in self._batchers:
-                tail = partial(self._run, ref, release=False)  # the examples are run several times
-                self._batchers[ref] = build_batcher(head, tail, self._splitter.example)
-            return self._batchers[ref]
+        return make_examples(head, self._splitter.example)
 
     def _pack_inputs(self, *args: Any, **kwargs: Any) -> Boundary:
         return pack_inputs(Inputs(*args, **kwargs), self._spec.inputs, self.fingerprint)

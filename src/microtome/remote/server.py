@@ -18,6 +18,7 @@ from microtome.errors import BadFile, BadQuery
 from microtome.remote import protocol
 from microtome.remote.forwarding import ForwardOptions
 from microtome.remote.health import Health
+from microtome.remote.inference_backend import InferenceBackend
 from microtome.remote.peers import Peers
 from microtome.remote.prometheus import Metrics
 from microtome.remote.security import AuthInterceptor, Security, ServerSecurity, is_loopback
@@ -55,7 +56,7 @@ class Server:
 
     def __init__(
         self,
-        served: ServedModel,
+        served: InferenceBackend,
         listen: str,
         security: ServerSecurity,
         credentials: grpc.ServerCredentials | None,

@@ -24,10 +24,10 @@ from microtome.errors import describe_error
 from microtome.remote import protocol
 from microtome.remote.admission import BytePool, CallLimiter, OpenCall, ReplyBudget, Upload
 from microtome.remote.forwarding import Forwarder, ForwardOptions
+from microtome.remote.inference_backend import InferenceBackend
 from microtome.remote.logs import MAX_ID_CHARS
 from microtome.remote.peers import Peers
 from microtome.remote.prometheus import Metrics
-from microtome.remote.served_model import ServedModel
 from microtome.remote.session_store import SessionStore
 from microtome.remote.worker import Limits, QueuedRequest, WorkerPool
 from microtome.split.boundary.codecs import CODECS
@@ -62,7 +62,7 @@ class Service:
     """
 
     def __init__(
-        self, served: ServedModel, limits: Limits, metrics: Metrics, peers: Peers, forwards: ForwardOptions
+        self, served: InferenceBackend, limits: Limits, metrics: Metrics, peers: Peers, forwards: ForwardOptions
     ) -> None:
         self._served = served
         self._limits = limits
@@ -106,7 +106,7 @@ class Service:
             torch=torch.__version__,
             model=self._served.name,
             fingerprint=self._served.fingerprint,
-            device=str(self._served.device or "cpu"),
+            device=self._served.device_name,
             codecs=CODECS,
             cuts=self._served.cuts,
             max_message=self._limits.max_message,
@@ -114,7 +114,7 @@ class Service:
             max_part=self._limits.part_bytes,
             params=self._served.params,
             sessions=self._limits.sessions.number,
-            any_stage=self._served.only is None,
+            any_stage=self._served.any_stage,
             ends_at=self._served.ends_at or "",
             forwards=self._forwarder.addresses,
         )

@@ -92,7 +92,7 @@ def sweep(
         raise Unsupported("a sweep needs the whole model on this side: a stage has one cut")
     chosen = _choose(splitter, cuts)
     with closing(Connection(server, security)) as connection:
-        hello = handshake(connection, local.model, local.fingerprint, timeout, any_torch=any_torch)
+        hello = handshake(connection, local, timeout, any_torch=any_torch)
         link = measure_link(connection, max_bytes=min(8 << 20, hello.max_message))
         chosen = _keep_served(chosen, splitter, hello.cuts, server, has_addresses=cuts not in ("all", "dominating"))
         routes = [Route(at, codec) for at in (INPUTS, *(cut.at for cut in chosen)) if at in hello.cuts]

@@ -20,10 +20,10 @@ from microtome.remote.admission import ReplyBudget
 from microtome.remote.error_kinds import Draining, Late, TooLarge, to_message
 from microtome.remote.forwarding import Forwarder
 from microtome.remote.gate import Gate
+from microtome.remote.inference_backend import EncodedOutput, InferenceBackend
 from microtome.remote.logs import MAX_ID_CHARS
 from microtome.remote.payloads import pack_output
 from microtome.remote.prometheus import Metrics
-from microtome.remote.served_model import ServedModel
 from microtome.remote.session_store import ServedSession, SessionLimits, SessionStore
 from microtome.remote.stage_ref import StageRef
 from microtome.split.boundary.boundary import Boundary
@@ -98,12 +98,12 @@ class QueuedRequest:
         self.deadline = self.arrived + (header.timeout_s if header.timeout_s > 0 else inf)
         self.nbytes = len(data) + header.ByteSize()
         self.data: memoryview | None = data
-        self.boundary: Boundary | None = None
+        self.boundary: Any = None
         self.at = ""
         self.timing: dict[str, float] = {}
         self.reply: Future[bytes] = Future()
 
-    def set_boundary(self, boundary: Boundary) -> None:
+    def set_boundary(self, boundary: Any) -> None:
         """Take the decoded boundary in place of its bytes."""
         self.data, self.boundary, self.at = None, boundary, boundary.at
         self.stage = StageRef.tail(self.at) if self._stage is None else StageRef.from_message(self._stage)
@@ -123,7 +123,7 @@ class WorkerPool:
 
     def __init__(
         self,
-        served: ServedModel,
+        served: InferenceBackend,
         limits: Limits,
         metrics: Metrics,
         replies: ReplyBudget,
@@ -142,6 +142,7 @@ class WorkerPool:
         self._failure: str | None = None
         self._gate = Gate()
         self._queue: SimpleQueue[QueuedRequest | None] = SimpleQueue()
+        self._collecting = threading.Lock()  # or threads that wait at once would each get a part of a batch
         self._threads = [
             threading.Thread(target=self._run, name=f"microtome-tail-{number}", daemon=True)
             for number in range(limits.concurrency)
@@ -167,16 +168,20 @@ class WorkerPool:
             thread.join(max(deadline - perf_counter(), 0.0))
 
     def _run(self) -> None:
-        while (first := self._queue.get()) is not None:
-            requests = [first, *self._take_batch()]
+        while requests := self._take_batch():
             self._replies.wait_until_not_full()
             with self._gate.shared():
                 self._compute_all([one for one in requests if one.reply.set_running_or_notify_cancel()])
-            del first, requests  # keep nothing alive while waiting
+            del requests  # keep nothing alive while waiting
         self._queue.put(None)  # for the next thread
 
-    def _take_batch(self) -> Iterator[QueuedRequest]:
-        """Yield requests that arrive within the batch window."""
+    def _take_batch(self) -> list[QueuedRequest]:
+        """Wait for a request, and return it with those that arrive within the batch window; empty at the end."""
+        with self._collecting:
+            first = self._queue.get()
+            return [] if first is None else [first, *self._collect()]
+
+    def _collect(self) -> Iterator[QueuedRequest]:
         deadline = perf_counter() + self._limits.batch_window_s
         for _ in range(self._limits.batch - 1):
             try:
@@ -208,7 +213,7 @@ class WorkerPool:
         for group in groups.values():
             self._compute(group)
 
-    def _decode(self, request: QueuedRequest, header: bytes = b"") -> Boundary:
+    def _decode(self, request: QueuedRequest, header: bytes = b"") -> Any:
         """Decode the boundary of a request; that of a step arrives without its header."""
         self._check(request)
         start = perf_counter()
@@ -279,7 +284,8 @@ class WorkerPool:
         start = perf_counter()
         try:
             boundaries = [request.boundary for request in group if request.boundary is not None]
-            outputs = self._served.compute(boundaries, group[0].stage)
+            deadline = max(request.deadline for request in group)
+            outputs = self._served.compute(boundaries, group[0].stage, None if deadline == inf else deadline)
         except BaseException as error:  # noqa: BLE001  whatever the model raises, the client is told
             if len(group) == 1:
                 self._fail(group[0], error)
@@ -293,16 +299,17 @@ class WorkerPool:
         run_s = perf_counter() - start
         self._metrics.batches.observe(len(group))
         for request, output in zip(group, outputs, strict=True):
+            batch = output.batch if isinstance(output, EncodedOutput) else len(group)
             request.timing["run_s"] = run_s
             if request.next_hops:
-                self._forward(request, output, len(group))
+                self._forward(request, output, batch)
                 continue
             try:
-                reply = self._encode(request, output, len(group))
+                reply = self._encode(request, output, batch)
             except BaseException as error:  # noqa: BLE001  the output cannot be sent
                 self._fail(request, error)
             else:
-                self._resolve(request, reply, len(group))
+                self._resolve(request, reply, batch)
 
     def _resolve(self, request: QueuedRequest, reply: bytes, batch: int) -> None:
         self._replies.add(len(reply))

@@ -87,6 +87,7 @@ def serve(
     from microtome.remote.logs import log_to_stderr
     from microtome.remote.peers import raise_descriptor_limit
     from microtome.remote.security import read_token
+    from microtome.remote.served_model import ServedModel
     from microtome.remote.server import serve as start
 
     _keep_freed_memory()
@@ -105,6 +106,7 @@ def serve(
             server.metrics.listen(metrics)
         gc.freeze()  # the model lives as long as the process: later collections can skip it
         served = server.served
+        assert isinstance(served, ServedModel)
         whole = plural(len(served.cuts), "cut")
         what = whole if served.only is None else f"stage {served.only.index}, {served.describe_stage()}"
         click.echo(f"{model.name} is served at {server.address}, {what}")
