@@ -1,6 +1,3 @@
-"""Import microtome as a user does, before pytest's importlib mode imports a file of it alone.
+from importlib.util import find_spec
 
-That mode would bind `microtome.profile` to the package of this name, not to the function.
-"""
-
-import microtome  # noqa: F401
+collect_ignore = [] if find_spec("ray") else ["microtome/scale/ray"]  # it comes with the `ray` extra

@@ -9,6 +9,7 @@ import torch
 
 from microtome.errors import NoMatch, RemoteError
 from microtome.remote.error_kinds import WrongModel
+from microtome.remote.handshake import ModelIdentity
 from microtome.remote.stage_ref import StageRef
 from microtome.split.stage import Stage
 
@@ -95,16 +96,16 @@ class InferenceBackend(Protocol):
         """Return the last stage for the steps of a session."""
 
 
-def check_origin(backend: InferenceBackend, at: str, fingerprint: str, cuts: Collection[str]) -> None:
+def check_origin(model: ModelIdentity, at: str, fingerprint: str, cuts: Collection[str]) -> None:
     """Raise if a boundary is of another model, or of a cut that is not served.
 
     Raises:
         BadBoundary: If it is of another model.
         NoMatch: If the cut is not served.
     """
-    if fingerprint != backend.fingerprint:
+    if fingerprint != model.fingerprint:
         raise WrongModel(
-            f"expected a boundary of {backend.name} with the fingerprint {backend.fingerprint}, got {fingerprint:.80}"
+            f"expected a boundary of {model.name} with the fingerprint {model.fingerprint}, got {fingerprint:.80}"
         )
     if at not in cuts:
-        raise NoMatch(f"the cut of {backend.name} at {at!r:.200} is not served")
+        raise NoMatch(f"the cut of {model.name} at {at!r:.200} is not served")

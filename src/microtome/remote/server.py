@@ -186,6 +186,14 @@ class Server:
             return False
 
 
+def parse_max_message(max_message: int | str) -> int:
+    """Parse the most bytes of a request, of which a protobuf message must have room for its envelope."""
+    max_bytes = parse_size(max_message)
+    if max_bytes > _MAX_BOUNDARY_BYTES:
+        raise BadQuery(f"expected max_message of at most {size(_MAX_BOUNDARY_BYTES)}, got {max_message!r}")
+    return max_bytes
+
+
 def serve(
     model: nn.Module | Stage,
     inputs: Any = None,
@@ -250,9 +258,7 @@ def serve(
     security = ServerSecurity(tls_cert, tls_key, client_ca, token)
     credentials = security.credentials()  # checks the files, before the model is analyzed, which takes longer
     served = ServedModel(model, inputs)
-    max_bytes = parse_size(max_message)
-    if max_bytes > _MAX_BOUNDARY_BYTES:
-        raise BadQuery(f"expected max_message of at most {size(_MAX_BOUNDARY_BYTES)}, got {max_message!r}")
+    max_bytes = parse_max_message(max_message)
     session_limits = SessionLimits(sessions, parse_size(state_memory), parse_seconds(session_timeout))
     limits = Limits(max_bytes, concurrency, batch, parse_seconds(batch_window), session_limits)
     forwards = ForwardOptions(forward, Security(ca=forward_ca, token=forward_token))

@@ -26,7 +26,7 @@ from microtome.split.description import SplitDescription, restore_inputs
 from microtome.split.saved_split import PLAN, SavedSplit, SavedStage, read_plan, stage_file
 from microtome.split.stage import Stage
 from microtome.split.variants import StageVariants, Variant
-from microtome.split.weights import strip_weights, tensor_at
+from microtome.split.weights import attribute_tensors, strip_weights, tensor_at
 from microtome.units import count
 
 _MANIFEST = "manifest.json"  # of a recording, which microtome.load could no longer find beside a plan
@@ -87,7 +87,7 @@ def _check_replaceable(folder: Path, at: Sequence[str], fingerprint: str) -> Non
 def _save_stage(folder: Path, stage: Stage) -> SavedStage:
     """Write the weights of a stage."""
     weights = {name: _weight(stage, name) for name in stage.parameters_needed()}
-    weights |= {f"{_ATTRIBUTE}{name}": tensor for name, tensor in _attribute_tensors(stage.model)}
+    weights |= {f"{_ATTRIBUTE}{name}": tensor for name, tensor in attribute_tensors(stage.model)}
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     for name, tensor in weights.items():
         if tensor.dtype not in DTYPE_CODES:
@@ -105,16 +105,6 @@ def _weight(stage: Stage, name: str) -> Tensor:
             f"the weight {name!r} of stage {stage.index} is not loaded: save stages that were split without `load`"
         )
     return tensor
-
-
-def _attribute_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """The tensors that are plain attributes of modules, which `state_dict` lacks."""
-    return [
-        (f"{path}.{name}" if path else name, value)
-        for path, module in named_modules(model)
-        for name, value in module.__dict__.items()
-        if isinstance(value, Tensor)
-    ]
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------
@@ -261,7 +251,7 @@ def _build(make: Callable[[], nn.Module], weights: dict[str, Tensor]) -> nn.Modu
 
 def _hidden_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The tensors in attributes of modules, also in lists and tuples."""
-    yield from _attribute_tensors(model)
+    yield from attribute_tensors(model)
     for path, module in named_modules(model):
         for name, value in module.__dict__.items():
             if isinstance(value, list | tuple) and not name.startswith("_"):

@@ -6,6 +6,8 @@ import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
+from torch import nn
+
 from microtome.engine.argument_names import named_arguments
 from microtome.engine.pytree import map_tensors, tensors_in
 from microtome.errors import BadQuery, NoMatch, Unsupported
@@ -112,6 +114,11 @@ class Stages(Sequence[Stage]):
         return StageSession(self.variants)
 
     @property
+    def example(self) -> Inputs:
+        """The inputs that the model was split on."""
+        return self._splitter.example
+
+    @property
     def variants(self) -> StageVariants:
         """The same cuts for inputs of other structures."""
         from microtome.split.variants import StageVariants
@@ -179,7 +186,13 @@ class Stages(Sequence[Stage]):
 
     def keeping(self, index: int) -> Stages:
         """The same stages of a copy of the model that has the weights of one stage only; the others are on meta."""
-        model = copy_with_weights(self._splitter.model, self._stages[index].parameters_needed())
+        return self._with_model(copy_with_weights(self._splitter.model, self._stages[index].parameters_needed()))
+
+    def without_weights(self) -> Stages:
+        """The same stages of a copy of the model that has all weights on meta."""
+        return self._with_model(copy_with_weights(self._splitter.model, ()))
+
+    def _with_model(self, model: nn.Module) -> Stages:
         other = copy.copy(self)
         other._variants = None
         other._stages = tuple(self._splitter.stages(self._chosen, self._extra, model))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from microtome.engine.fingerprint import named_weights
-from microtome.engine.module_state import replace_tensors
+from microtome.engine.module_state import replace_tensors, set_attribute
+from microtome.engine.selectors import named_modules
 from microtome.engine.torch_internals import own_buffers, own_parameters
 from microtome.split.analysis.analysis import Analysis
 from microtome.split.cuts.crossing import Crossing
@@ -44,6 +45,32 @@ def copy_with_weights(model: nn.Module, names: Iterable[str]) -> nn.Module:
         id(tensor): tensor if name in shared else _to_meta(tensor) for name, tensor in named_weights(model)
     }
     return copy.deepcopy(model, memo)
+
+
+def attribute_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """The tensors that are plain attributes of modules, which `state_dict` lacks."""
+    return [
+        (f"{path}.{name}" if path else name, value)
+        for path, module in named_modules(model)
+        for name, value in module.__dict__.items()
+        if isinstance(value, Tensor)
+    ]
+
+
+def fill_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Set parameters and buffers of a model, tied ones in every module that holds them."""
+    filled: dict[int, Tensor] = {}
+    for name, tensor in weights.items():
+        old = tensor_at(model, name)
+        filled[id(old)] = nn.Parameter(tensor, old.requires_grad) if isinstance(old, nn.Parameter) else tensor
+    replace_tensors(model, lambda tensor: filled.get(id(tensor), tensor))
+
+
+def move_attributes(model: nn.Module, device: torch.device | str) -> None:
+    """Move the tensors that are plain attributes of modules to a device."""
+    for name, tensor in attribute_tensors(model):
+        path, _, last = name.rpartition(".")
+        set_attribute(model.get_submodule(path), last, tensor.to(device))
 
 
 def strip_weights(model: nn.Module) -> None:

@@ -1,10 +1,36 @@
 """microtome on Ray: stages as a Ray Serve application, data sets and profiles over a cluster.
 
-Needs `microtome[ray]`. Ray is imported when a function is called.
+Needs `microtome[ray]`. Ray is imported when a function is called, or a name of Ray Serve is first used.
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from microtome.scale.ray.features import extract
+from microtome.scale.ray.packages import import_ray
 from microtome.scale.ray.profiles import profile
 from microtome.scale.ray.recording import record
 
-__all__ = ["extract", "profile", "record"]
+if TYPE_CHECKING:
+    from microtome.scale.ray.application import application, deploy
+    from microtome.scale.ray.deployment import Deployment
+
+__all__ = ["Deployment", "application", "deploy", "extract", "profile", "record"]
+
+#: The modules of the names that need Ray Serve.
+_MODULES = {
+    "Deployment": "microtome.scale.ray.deployment",
+    "application": "microtome.scale.ray.application",
+    "deploy": "microtome.scale.ray.application",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name of Ray Serve, and keep it."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import_ray("serve")
+    globals()[name] = value = getattr(import_module(_MODULES[name]), name)
+    return value

@@ -1,0 +1,200 @@
+"""`deploy`: the stages of a model as a Ray Serve application with a gRPC ingress."""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from ray import serve
+from ray.serve.deployment import Application
+
+from microtome.errors import BadQuery, MicrotomeError, Unsupported, describe_error
+from microtome.inputs import Inputs
+from microtome.remote.batching import make_examples
+from microtome.remote.security import is_loopback
+from microtome.remote.server import parse_max_message
+from microtome.remote.session_store import SessionLimits
+from microtome.remote.worker import Limits
+from microtome.scale.ray.deployment import ClusterHandle, Deployment
+from microtome.scale.ray.ingress import DeployedModel, Ingress, IngressOptions
+from microtome.scale.ray.options import BATCHES_PER_REPLICA, DeployOptions, check_resources
+from microtome.scale.ray.replica import ReplicaOptions, StageReplica
+from microtome.scale.ray.stage_sources import PackedStage, StageSet
+from microtome.split.boundary.boundary import Boundary
+from microtome.split.stages import Stages
+from microtome.units import parse_seconds
+
+log = logging.getLogger("microtome.scale")
+
+#: The deployment of the gRPC servers, and those of the stages by number.
+_INGRESS, _STAGE = "ingress", "stage{}"
+#: An error of microtome in the traceback with which Ray Serve reports that a replica does not start.
+_OWN_ERROR = re.compile(r"microtome\.errors\.\w+: (.+)")
+
+
+def deploy(stages: Stages | str | Path, *, name: str = "microtome", **options: Any) -> Deployment:
+    """Run stages on a Ray cluster: a deployment of Ray Serve for each, behind a gRPC server for `mt.connect`.
+
+    It joins the cluster of `ray.init`, or starts one on this machine. Each replica has the weights of its stage only.
+    The requests of a replica or a node that dies are computed by another one, as long as the client waits.
+
+    ```
+    stages = mt.split(model, x, at="layer1")
+    with deploy(stages, only=["layer1"], replicas=2, batch=8) as deployment:
+        with mt.connect(model, x, deployment.address, at="layer1") as remote:
+            remote(x)
+    ```
+
+    Args:
+        stages: The stages of `mt.split`, whose weights go through Ray's object store, and stay there while this process
+            lives; or a folder of `Stages.save` that all nodes see at the same path.
+        name: The name of the application.
+        options: The following ones. `replicas`, `autoscaling`, `num_cpus`, `num_gpus` and `resources` may be lists with
+            one value for each stage that is deployed.
+        model: A class or function that builds the model of a folder.
+        inputs: Example inputs for a folder, which batching needs.
+        only: The stages to deploy, in a row: their numbers, or the cuts where they begin. None: all. Clients run those
+            before them and, if the last one is left out, those after them.
+        replicas: The replicas of each stage.
+        autoscaling: The fewest and the most replicas of a stage, in place of `replicas`; Ray Serve chooses by the load.
+        batch: The most requests that a replica of the last stage of the model computes together, if no output depends
+            on another request. Outputs then equal those of each request alone to the precision of the kernels.
+        batch_window: How long the first request of a batch waits for others.
+        num_cpus: The CPUs that Ray reserves for each replica; `num_gpus`: the GPUs, of which a fraction is allowed, and
+            on which the stage then runs; `resources`: others, by name.
+        listen: The address on which an ingress listens, on the node where it runs; port 0 picks a free one.
+        ingresses: The number of gRPC servers; with a port other than 0, each on a node of its own.
+        ingress_resources: Resources that the nodes of ingresses must have, such as `{"edge": 0.01}`.
+        tls_cert: As for `mt.serve`, as are `tls_key`, `client_ca`, `token` and `max_message`. The files are at the same
+            path here and on the nodes of the ingresses.
+        retry: How long a request is sent again after a replica died, or waits for one, before the client is told that
+            none can be reached.
+
+    Raises:
+        BadQuery: An option is invalid, or the cluster has less than the replicas need.
+        Unsupported: The stages cannot run in replicas, or a replica does not start.
+    """
+    planned = StageApplication(stages, DeployOptions(**options))
+    listen, security = planned.options.listen, planned.options.security
+    if not is_loopback(listen) and (risks := security.risks()):
+        warnings.warn(f"{listen} can be reached from other machines, and {risks}", RuntimeWarning, stacklevel=2)
+    if not ray.is_initialized():
+        ray.init()
+    check_resources(planned.resources, ray.cluster_resources())
+    serve.start(proxy_location="Disabled")  # a no-op if Ray Serve runs
+    if name in serve.status().applications:
+        raise BadQuery(f"an application named {name!r} runs already: stop it, or pass another name")
+    try:
+        serve.run(planned.bind(), name=name, route_prefix=None)
+    except RuntimeError as error:
+        serve.delete(name)
+        reasons = _OWN_ERROR.findall(str(error))
+        raise Unsupported(f"{name!r} did not start: {reasons[-1] if reasons else describe_error(error)}") from error
+    handles = [serve.get_deployment_handle(_STAGE.format(index), name) for index in planned.chosen]
+    handle = ClusterHandle(handles, planned.model, planned.spec, planned.retry_s)
+    return Deployment(name, serve.get_deployment_handle(_INGRESS, name), handle)
+
+
+def application(stages: Stages | str | Path, **options: Any) -> Application:
+    """Return what `deploy` starts, for `serve run` and for the `import_path` of a RayService on Kubernetes.
+
+    Args:
+        stages: As for `deploy`. On Kubernetes a folder: weights in the object store are lost when the process ends that
+            makes the application.
+        options: Those of `deploy`, without `name`.
+    """
+    return StageApplication(stages, DeployOptions(**options)).bind()
+
+
+class StageApplication:
+    """An application of Ray Serve that is checked, and has not started.
+
+    Attributes:
+        chosen: The numbers of the stages that it has.
+        resources: The resources of each of them.
+        model: What it tells clients.
+        spec: The structures of the model's inputs and output.
+    """
+
+    def __init__(self, stages: Stages | str | Path, options: DeployOptions) -> None:
+        self.options = options
+        self._stages = StageSet(stages, options.model, options.inputs)
+        self.chosen = self._stages.resolve(options.only)
+        self.resources = options.of_stages(len(self.chosen))
+        self.retry_s, self._window_s = parse_seconds(options.retry), parse_seconds(options.batch_window)
+        options.security.credentials()  # checks the files
+        self._limits = self._make_limits()
+        if options.batch > 1 and self._is_last_deployed and self._stages.example is None:
+            raise BadQuery("expected inputs= beside the folder, from which batching is verified, got batch= alone")
+        for index in self.chosen if isinstance(stages, Stages) else self.chosen[:1]:
+            self._stages.check(index)
+        first = self._stages[self.chosen[0]]
+        self.spec = first.spec
+        self.model = DeployedModel(
+            name=type(first.model).__name__,
+            params=sum(parameter.numel() for parameter in first.model.parameters()),
+            fingerprint=first.fingerprint,
+            cuts=tuple(self._stages.ref(index).begins_at for index in self.chosen),
+            ends_at=self._stages.ref(self.chosen[-1]).ends_at,
+            device_name=self.resources[-1].device,
+        )
+
+    def bind(self) -> Application:
+        """Return the application, with the weights in the object store or in a folder."""
+        sources = self._stages.sources(self.chosen)
+        placed = [ray.put(source) if isinstance(source, PackedStage) else source for source in sources]
+        handles = []
+        for index, source, resources in zip(self.chosen, placed, self.resources, strict=True):
+            chosen = resources.for_serve(_STAGE.format(index), self.options.batch)
+            replica = self._replica_options(index, resources.device)
+            handles.append(serve.deployment(StageReplica).options(**chosen).bind(source, replica))
+        ingress = IngressOptions(self.options.listen, self.options.security, self._limits, self.retry_s)
+        deployment = serve.deployment(Ingress).options(**self.options.ingress_for_serve(_INGRESS))
+        return deployment.bind(self.model, ingress, *handles)
+
+    @property
+    def _is_last_deployed(self) -> bool:
+        return self.chosen[-1] == len(self._stages) - 1
+
+    def _make_limits(self) -> Limits:
+        """Return the limits of a gRPC server, which has a thread for each batch that the replicas hold."""
+        most = BATCHES_PER_REPLICA * sum(stage.replicas[1] for stage in self.resources)
+        max_bytes = parse_max_message(self.options.max_message)
+        return Limits(max_bytes, most, self.options.batch, self._window_s, SessionLimits(0))
+
+    def _replica_options(self, index: int, device: str) -> ReplicaOptions:
+        examples = None
+        if self.options.batch > 1 and index == len(self._stages) - 1:
+            examples = self._make_examples(index)
+        return ReplicaOptions(
+            self._stages.ref(index),
+            self.model.fingerprint,
+            device,
+            self._limits.total_bytes,
+            self.options.batch,
+            self._window_s,
+            examples,
+        )
+
+    def _make_examples(self, index: int) -> tuple[bytes, bytes, bytes] | None:
+        """Run the stages before one on the example; None if the model rejects a batch of it, and log the reason."""
+        example = self._stages.example
+        assert example is not None
+
+        def head(*args: Any, **kwargs: Any) -> Boundary:
+            first = self._stages[0](*args, **kwargs)
+            return reduce(lambda boundary, number: self._stages[number](boundary), range(1, index), first)
+
+        try:
+            with torch.no_grad():
+                one, other, double = make_examples(head, Inputs(*example.args, **example.kwargs))
+        except (MicrotomeError, RuntimeError, IndexError) as error:
+            log.info("requests are computed one by one: %s", describe_error(error))
+            return None
+        return one.to_bytes(), other.to_bytes(), double.to_bytes()

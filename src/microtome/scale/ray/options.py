@@ -1,0 +1,166 @@
+"""The options of an application, checked before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from microtome.endpoints import explain_endpoint
+from microtome.errors import BadQuery
+from microtome.remote.security import ServerSecurity
+from microtome.units import plural
+
+#: Batches that a replica holds: one that is computed, and one that arrives meanwhile.
+BATCHES_PER_REPLICA = 2
+#: The options of every deployment of Ray Serve. It notices a dead replica by its health checks, whose default period is
+#: 10 s. A log line for each call would take longer than the call.
+_COMMON: dict[str, Any] = {
+    "health_check_period_s": 2.0,
+    "graceful_shutdown_wait_loop_s": 0.1,
+    "max_constructor_retry_count": 3,
+    "logging_config": {"enable_access_log": False},
+}
+
+
+@dataclass(frozen=True)
+class DeployOptions:
+    """The options of `microtome.scale.ray.deploy`, where they are documented."""
+
+    model: Callable[[], nn.Module] | None = None
+    inputs: Any = None
+    only: Sequence[int | str] | None = None
+    replicas: int | list[int] = 1
+    autoscaling: tuple[int, int] | list[tuple[int, int] | None] | None = None
+    batch: int = 1
+    batch_window: float | str = "2ms"
+    num_cpus: float | list[float] = 1
+    num_gpus: float | list[float] = 0
+    resources: dict[str, float] | list[dict[str, float] | None] | None = None
+    listen: str = "127.0.0.1:7070"
+    ingresses: int = 1
+    ingress_resources: dict[str, float] | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    client_ca: str | None = None
+    token: str | None = field(default=None, repr=False)
+    max_message: int | str = "256MB"
+    retry: float | str = "10s"
+
+    def __post_init__(self) -> None:
+        if error := explain_endpoint(self.listen, "an address to listen on such as 0.0.0.0:7070"):
+            raise BadQuery(error)
+        for name, number in (("batch", self.batch), ("ingresses", self.ingresses)):
+            if not _is_count(number):
+                raise BadQuery(f"expected {name} of 1 or more, got {number!r:.200}")
+        if not _is_resources(self.ingress_resources):
+            raise BadQuery(
+                f"expected ingress_resources as a dict such as {{'edge': 1}}, got {self.ingress_resources!r:.200}"
+            )
+
+    @property
+    def security(self) -> ServerSecurity:
+        return ServerSecurity(self.tls_cert, self.tls_key, self.client_ca, self.token)
+
+    def of_stages(self, count: int) -> list[StageOptions]:
+        """Return the options of each of so many stages: an option is one value for all, or a list with one for each.
+
+        Raises:
+            BadQuery: One is not what it should be.
+        """
+        a_number, resources = "a number of 0 or more", "a dict such as {'edge': 1}, or None"
+        fixed = _per_stage("replicas", self.replicas, count, _is_count, "a number of 1 or more")
+        ranges = _per_stage("autoscaling", self.autoscaling, count, _is_range, "a pair such as (1, 4), or None")
+        cpus = _per_stage("num_cpus", self.num_cpus, count, _is_amount, a_number)
+        gpus = _per_stage("num_gpus", self.num_gpus, count, _is_amount, a_number)
+        others = _per_stage("resources", self.resources, count, _is_resources, resources)
+        numbers = [(one, one) if pair is None else pair for one, pair in zip(fixed, ranges, strict=True)]
+        rows = zip(numbers, cpus, gpus, others, strict=True)
+        return [StageOptions(number, cpu, gpu, dict(other or {})) for number, cpu, gpu, other in rows]
+
+    def ingress_for_serve(self, name: str) -> dict[str, Any]:
+        """Return the options of the deployment of the gRPC servers."""
+        actor = {"num_cpus": 0, "resources": dict(self.ingress_resources or {})}
+        chosen = {**_COMMON, "name": name, "num_replicas": self.ingresses, "ray_actor_options": actor}
+        if not self.listen.endswith(":0"):  # two on a node cannot have the same port
+            chosen["max_replicas_per_node"] = 1
+        return chosen
+
+
+class StageOptions(NamedTuple):
+    """The resources of the replicas of one stage.
+
+    Attributes:
+        replicas: The fewest and the most of them; equal without autoscaling.
+    """
+
+    replicas: tuple[int, int]
+    num_cpus: float
+    num_gpus: float
+    resources: Mapping[str, float]
+
+    @property
+    def device(self) -> str:
+        return "cuda" if self.num_gpus else "cpu"
+
+    def for_serve(self, name: str, batch: int) -> dict[str, Any]:
+        """Return the options of the deployment of the stage."""
+        fewest, most = self.replicas
+        scale: dict[str, Any] = {"num_replicas": fewest}
+        if fewest != most:
+            scale = {"autoscaling_config": {"min_replicas": fewest, "max_replicas": most}}
+        actor = {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus, "resources": dict(self.resources)}
+        ongoing = BATCHES_PER_REPLICA * batch  # single requests through a handle are batched in the replica
+        return {**_COMMON, **scale, "name": name, "ray_actor_options": actor, "max_ongoing_requests": ongoing}
+
+
+def check_resources(stages: Sequence[StageOptions], available: Mapping[str, float]) -> None:
+    """Raise if the nodes of a cluster have less than the replicas need: Ray Serve would wait for more, for ever.
+
+    Raises:
+        BadQuery: They have less.
+    """
+    needed: dict[str, float] = {}
+    for stage in stages:
+        for name, amount in {"CPU": stage.num_cpus, "GPU": stage.num_gpus, **stage.resources}.items():
+            needed[name] = needed.get(name, 0.0) + amount * stage.replicas[0]
+    for name, amount in needed.items():
+        if amount > available.get(name, 0.0):
+            raise BadQuery(
+                f"expected nodes with {amount:g} {name} for the replicas, got {available.get(name, 0.0):g}: start more "
+                "nodes first, or ask for fewer replicas, num_cpus, num_gpus or resources"
+            )
+
+
+def _per_stage(name: str, value: Any, count: int, is_valid: Callable[[Any], bool], expected: str) -> list[Any]:
+    values = value if isinstance(value, list) else [value] * count
+    if len(values) != count:
+        raise BadQuery(f"expected {name} for each of {plural(count, 'stage')}, got {len(values)}: {value!r:.200}")
+    for one in values:
+        if not is_valid(one):
+            raise BadQuery(f"expected {expected} as {name}, or a list with one for each stage, got {one!r:.200}")
+    return values
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_amount(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+
+
+def _is_range(value: Any) -> bool:
+    if value is None:
+        return True
+    is_pair = isinstance(value, tuple) and len(value) == 2 and all(map(_is_count, value))
+    return is_pair and value[0] <= value[1]
+
+
+def _is_resources(value: Any) -> bool:
+    if value is None:
+        return True
+    is_named = isinstance(value, dict) and all(isinstance(name, str) for name in value)
+    return is_named and all(map(_is_amount, value.values()))
