@@ -4,7 +4,20 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import boundary, capture, generate, imports, plan, profile, report, split, times, trace, tracker
+from benchmarks import (
+    boundary,
+    capture,
+    generate,
+    imports,
+    plan,
+    profile,
+    ray_serve,
+    report,
+    split,
+    times,
+    trace,
+    tracker,
+)
 
 SUITES = {
     "tracker": [tracker.run, imports.run],
@@ -16,6 +29,7 @@ SUITES = {
     "generate": [generate.run],
     "boundary": [boundary.run],
     "plan": [plan.run],
+    "ray-serve": [ray_serve.run],
 }
 
 

@@ -74,6 +74,29 @@ def test_requests_together_give_what_each_gives_alone(name: str, at: int | str) 
             torch.testing.assert_close(result, model(given), rtol=1e-4, atol=1e-5)
 
 
+def test_several_workers_do_not_share_a_batch() -> None:
+    model, x = small("tiny-vit")
+    with mt.serve(model, x, listen="127.0.0.1:0", batch=8, batch_window="1s", concurrency=4) as server:
+        with mt.connect(model, x, server.address, at="", codec="raw") as remote:
+            before = served_batches(server)
+            list(remote.stream([x] * 8, window=8))
+        assert served_batches(server) - before == 1
+
+
+def test_a_stage_is_batched_from_examples_of_the_whole_model() -> None:
+    model, x = small("tiny-vit")
+    head, tail = mt.split(model, x, at="blocks.0")
+    xs = [torch.randn_like(x) for _ in range(3)]
+    with torch.no_grad():
+        served = ServedModel(tail, examples=make_examples(head, Inputs(x)))
+        boundaries = [head(one) for one in xs]
+        (key,) = {served.batch_key(boundary) for boundary in boundaries}
+        assert key is not None
+        for one, output in zip(xs, served.compute(boundaries), strict=True):
+            torch.testing.assert_close(output, model(one), rtol=1e-4, atol=1e-5)
+        assert ServedModel(tail).batch_key(boundaries[0]) is None
+
+
 @pytest.mark.slow
 def test_two_cuts_at_once_are_not_mixed() -> None:
     model, x = small()

@@ -158,7 +158,8 @@ class Remote:
             )
         if not all(server.sessions for server in self.servers):
             raise RemoteError(
-                f"{self._chain.address} keeps no sessions: start it with --sessions, or a newer microtome",
+                f"{self._chain.address} keeps no sessions: start it with --sessions, or a newer microtome; replicas on "
+                "Ray keep none",
                 "REFUSED",
             )
         (pool,) = self._chain.pools

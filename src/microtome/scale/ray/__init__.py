@@ -14,16 +14,16 @@ from microtome.scale.ray.profiles import profile
 from microtome.scale.ray.recording import record
 
 if TYPE_CHECKING:
-    from microtome.scale.ray.application import application, deploy
     from microtome.scale.ray.deployment import Deployment
+    from microtome.scale.ray.serve_application import application, deploy
 
 __all__ = ["Deployment", "application", "deploy", "extract", "profile", "record"]
 
 #: The modules of the names that need Ray Serve.
 _MODULES = {
     "Deployment": "microtome.scale.ray.deployment",
-    "application": "microtome.scale.ray.application",
-    "deploy": "microtome.scale.ray.application",
+    "application": "microtome.scale.ray.serve_application",
+    "deploy": "microtome.scale.ray.serve_application",
 }
 
 
@@ -31,6 +31,6 @@ def __getattr__(name: str) -> Any:
     """Import a name of Ray Serve, and keep it."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import_ray("serve")
+    import_ray("ray.serve")
     globals()[name] = value = getattr(import_module(_MODULES[name]), name)
     return value

@@ -20,7 +20,7 @@ BATCHES_PER_REPLICA = 2
 _COMMON: dict[str, Any] = {
     "health_check_period_s": 2.0,
     "graceful_shutdown_wait_loop_s": 0.1,
-    "max_constructor_retry_count": 3,
+    "max_constructor_retry_count": 2,
     "logging_config": {"enable_access_log": False},
 }
 

@@ -8,11 +8,11 @@ from typing import Any
 from microtome.errors import NotInstalled
 
 
-def import_ray() -> Any:
-    """Return the module `ray`, with `ray.data` imported."""
+def import_ray(package: str = "ray.data") -> Any:
+    """Return the module `ray`, with one of its packages imported."""
     try:
         ray = import_module("ray")
-        import_module("ray.data")
+        import_module(package)
     except ImportError as error:
         raise NotInstalled(
             f"{error.name or 'ray'} is not installed, which microtome.scale.ray needs: pip install 'microtome[ray]'"

@@ -34,8 +34,9 @@ log = logging.getLogger("microtome.scale")
 
 #: The deployment of the gRPC servers, and those of the stages by number.
 _INGRESS, _STAGE = "ingress", "stage{}"
-#: An error of microtome in the traceback with which Ray Serve reports that a replica does not start.
-_OWN_ERROR = re.compile(r"microtome\.errors\.\w+: (.+)")
+#: Errors in the traceback with which Ray Serve reports that a replica does not start: of microtome, and others.
+_OWN_ERROR = re.compile(r"^microtome\.errors\.\w+: (.+)", re.MULTILINE)
+_ANY_ERROR = re.compile(r"^([\w.]+Error: .+)", re.MULTILINE)
 
 
 def deploy(stages: Stages | str | Path, *, name: str = "microtome", **options: Any) -> Deployment:
@@ -93,12 +94,19 @@ def deploy(stages: Stages | str | Path, *, name: str = "microtome", **options: A
     try:
         serve.run(planned.bind(), name=name, route_prefix=None)
     except RuntimeError as error:
+        reason = _find_reason(name) or describe_error(error)
         serve.delete(name)
-        reasons = _OWN_ERROR.findall(str(error))
-        raise Unsupported(f"{name!r} did not start: {reasons[-1] if reasons else describe_error(error)}") from error
+        raise Unsupported(f"{name!r} did not start: {reason}") from error
     handles = [serve.get_deployment_handle(_STAGE.format(index), name) for index in planned.chosen]
     handle = ClusterHandle(handles, planned.model, planned.spec, planned.retry_s)
     return Deployment(name, serve.get_deployment_handle(_INGRESS, name), handle)
+
+
+def _find_reason(name: str) -> str | None:
+    """Return the error with which the replicas of an application ended; None: not known."""
+    text = "\n".join(deployment.message for deployment in serve.status().applications[name].deployments.values())
+    found = _OWN_ERROR.findall(text) or _ANY_ERROR.findall(text)
+    return found[-1] if found else None
 
 
 def application(stages: Stages | str | Path, **options: Any) -> Application:

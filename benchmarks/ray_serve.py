@@ -1,0 +1,129 @@
+"""Throughput of `microtome.scale.ray.deploy` compared with `mt.serve`, with the same batching on one node.
+
+`python -m benchmarks.ray_serve serve` is the server of the comparison.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import microtome as mt
+from benchmarks.report import Target
+from benchmarks.timing import take_turns
+
+#: 64 requests at once: those of two clients, since a server reads 32 of a stream.
+CLIENTS, IN_FLIGHT, ROUNDS = 2, 32, 7
+AT, BATCH, WINDOW = "stem", 8, "5ms"
+
+
+def build() -> tuple[nn.Module, Tensor]:
+    """A net of which 0.3 GMACs are in the tail, whose kernels gain little from a batch."""
+    torch.manual_seed(0)
+    blocks = [layer for _ in range(9) for layer in (nn.Conv2d(64, 64, 3, padding=1), nn.ReLU())]
+    tail = nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 1000))
+    stem = nn.Sequential(nn.Conv2d(3, 64, 8, stride=4, padding=2), nn.ReLU())
+    return nn.Sequential(OrderedDict(stem=stem, tail=tail)).eval(), torch.randn(1, 3, 128, 128)
+
+
+def serve_until_stdin_ends() -> None:
+    torch.set_num_threads(1)
+    with mt.serve(*build(), listen="127.0.0.1:0", batch=BATCH, batch_window=WINDOW) as server:
+        print(server.address, flush=True)
+        sys.stdin.read()
+
+
+@contextmanager
+def server_process() -> Iterator[str]:
+    command = [sys.executable, "-m", "benchmarks.ray_serve", "serve"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        yield process.stdout.readline().strip()
+    finally:
+        process.stdin.close()
+        process.wait(60)
+        process.stdout.close()
+
+
+@contextmanager
+def ray_deployment() -> Iterator[Any]:
+    """The tail on a cluster of one node."""
+    import ray
+
+    from microtome.scale.ray import deploy
+
+    variables = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    ray.init(
+        "local",
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=200 << 20,
+        runtime_env={"env_vars": variables},
+    )
+    try:
+        stages = mt.split(*build(), at=AT)
+        with deploy(stages, only=[AT], batch=BATCH, batch_window=WINDOW, listen="127.0.0.1:0") as deployment:
+            yield deployment
+    finally:
+        ray.serve.shutdown()
+        ray.shutdown()
+
+
+class Clients:
+    """Clients of one server, each with its share of the requests."""
+
+    def __init__(self, stack: ExitStack, address: str) -> None:
+        self._pool = stack.enter_context(ThreadPoolExecutor(CLIENTS))
+        self._remotes = []
+        for _ in range(CLIENTS):
+            remote = mt.connect(*build(), address, at=AT, codec="raw", fallback=None)
+            self._remotes.append(stack.enter_context(remote))
+        self._items = [torch.randn(1, 3, 128, 128) for _ in range(IN_FLIGHT)]
+
+    def send_all(self) -> None:
+        with torch.no_grad():
+            futures = [self._pool.submit(self._send, remote) for remote in self._remotes]
+            for future in futures:
+                future.result()
+
+    def _send(self, remote: Any) -> None:
+        with torch.no_grad():
+            assert len(list(remote.stream(self._items, window=IN_FLIGHT))) == IN_FLIGHT
+
+
+def run() -> list[Target]:
+    torch.set_num_threads(1)
+    with ExitStack() as stack:
+        plain = Clients(stack, stack.enter_context(server_process()))
+        deployment = stack.enter_context(ray_deployment())
+        on_ray = Clients(stack, deployment.address)
+        times = take_turns({"serve": plain.send_all, "ray": on_ray.send_all}, ROUNDS)
+    rates = {name: CLIENTS * IN_FLIGHT / seconds for name, seconds in times.items()}
+    note = (
+        f"nine convolutions of 64 channels after {AT}, batches of {BATCH}, {CLIENTS * IN_FLIGHT} requests at once; in "
+        f"a second, mt.serve answers {rates['serve']:.0f}, Ray Serve {rates['ray']:.0f}"
+    )
+    return [
+        Target(
+            "64 requests at once: time over Ray Serve / over mt.serve",
+            times["ray"] / times["serve"],
+            1 / 0.9,
+            note=note,
+        )
+    ]
+
+
+if __name__ == "__main__":
+    serve_until_stdin_ends()

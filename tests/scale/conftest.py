@@ -1,0 +1,15 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.scale.serve_cluster import ray_cluster
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Any]:
+    """A Ray cluster with one node; a test may add others, and must remove them."""
+    with ray_cluster(edge=1) as cluster:
+        yield cluster

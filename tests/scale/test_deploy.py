@@ -1,0 +1,162 @@
+"""Stages as a Ray Serve application on one node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import microtome as mt
+from microtome.errors import BadInputs, BadQuery, NoMatch, RemoteError, Unsupported
+from microtome.split.stages import Stages
+from tests.remote.test_security import Authority
+from tests.scale.serve_cluster import Net, logged_rows, make_net
+
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'microtome[ray]'")
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
+
+TOKEN = "secret"
+
+
+class Deployed(NamedTuple):
+    """A net of which both stages after the first cut are deployed, behind TLS and a token."""
+
+    net: Net
+    x: Tensor
+    stages: Stages
+    log: Path
+    deployment: Any
+    security: dict[str, Any]
+
+    def connect(self, at: Any, **options: Any) -> Any:
+        chosen = {"fallback": None, "codec": "raw", **self.security, **options}
+        return mt.connect(self.net, self.x, self.deployment.address, at=at, **chosen)
+
+
+@pytest.fixture(scope="module")
+def deployed(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
+    from microtome.scale.ray import deploy
+
+    folder = tmp_path_factory.mktemp("deployed")
+    authority = Authority(folder, "ours")
+    signed = authority.sign("127.0.0.1")
+    log = folder / "log"
+    net, x = make_net(log)
+    stages = mt.split(net, x, at=["first", "middle"])
+    with deploy(
+        stages,
+        batch=8,
+        batch_window="1s",
+        num_cpus=1,
+        listen="127.0.0.1:0",
+        token=TOKEN,
+        tls_cert=signed.cert,
+        tls_key=signed.key,
+    ) as deployment:
+        yield Deployed(net, x, stages, log, deployment, {"token": TOKEN, "ca": authority.file})
+
+
+@torch.no_grad()
+def test_a_client_cuts_where_a_stage_begins(deployed: Deployed) -> None:
+    for at in ("(input)", "first", "middle"):
+        with deployed.connect(at, codec="zstd") as remote:
+            x = torch.randn(1, 8)
+            assert remote(x).equal(deployed.net(x)), at
+            assert remote.requests[-1].where == "cloud"
+
+
+@torch.no_grad()
+def test_a_batch_of_eight_is_computed_in_one_call(deployed: Deployed) -> None:
+    xs = [torch.randn(1, 8) for _ in range(8)]
+    with deployed.connect("middle") as remote:
+        list(remote.stream(xs, window=8))  # the first batch of so many rows is verified
+        deployed.log.write_text("")
+        results = list(remote.stream(xs, window=8))
+    assert logged_rows(deployed.log) == [8]
+    for x, result in zip(xs, results, strict=True):
+        torch.testing.assert_close(result, deployed.net(x), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_the_handle_runs_boundaries_and_inputs_in_the_cluster(deployed: Deployed) -> None:
+    handle, x = deployed.deployment.handle, deployed.x
+
+    @ray.remote(num_cpus=0)  # type: ignore[untyped-decorator]
+    def call(handle: Any, *arguments: Any) -> Any:
+        return [handle(argument) for argument in arguments]
+
+    boundary = deployed.stages[0](x)
+    expected = deployed.net(x)
+    for output in (handle(x), handle(boundary), *ray.get(call.remote(handle, x, boundary))):
+        assert output.equal(expected)
+    with pytest.raises(NoMatch, match="the cut of Net at 'last' is not served"):
+        handle(mt.Boundary("last", boundary.fingerprint, {}, {}))
+    with pytest.raises(RemoteError, match="fewer tensors|lacks|expected"):
+        handle(mt.Boundary("first", boundary.fingerprint, {}, {}))
+
+
+def test_a_replica_has_the_weights_of_its_stage_only(deployed: Deployed) -> None:
+    for index, stage in enumerate(deployed.stages):
+        handle = ray.serve.get_deployment_handle(f"stage{index}", deployed.deployment.name)
+        assert set(handle.status.remote().result().weights) == set(stage.parameters_needed())
+
+
+def test_sessions_are_refused_with_the_reason(deployed: Deployed) -> None:
+    with deployed.connect("first") as remote, pytest.raises(RemoteError, match="replicas on Ray keep none"):
+        remote.session()
+
+
+def test_clients_need_the_token_and_a_cut_that_the_stages_have(deployed: Deployed) -> None:
+    with pytest.raises(RemoteError, match="rejects the token"):
+        deployed.connect("first", token="another")
+    with pytest.raises(RemoteError, match="does not serve the cut at 'last.layer'.*it serves '.input.', 'first', 'mid"):
+        deployed.connect("last.layer")
+    with pytest.raises(RemoteError, match="only stages of the model are here: connect with at= one of"):
+        deployed.connect("auto")
+
+
+def test_a_client_with_other_weights_is_refused(deployed: Deployed) -> None:
+    torch.manual_seed(1)
+    other = Net(deployed.log).eval()
+    with pytest.raises(RemoteError, match="the weights of Net here and of Net at .* differ"):
+        mt.connect(other, deployed.x, deployed.deployment.address, at="first", **deployed.security)
+
+
+def test_what_the_cluster_lacks_is_refused_before_anything_starts(deployed: Deployed) -> None:
+    from microtome.scale.ray import deploy
+
+    before = ray.serve.status().applications.keys()
+    with pytest.raises(BadQuery, match="expected nodes with 12 GPU for the replicas, got 0"):
+        deploy(deployed.stages, num_gpus=4, name="other")
+    with pytest.raises(BadQuery, match="an application named 'microtome' runs already"):
+        deploy(deployed.stages)
+    assert ray.serve.status().applications.keys() == before
+
+
+def test_a_replica_whose_weights_were_changed_does_not_start(deployed: Deployed, tmp_path: Path) -> None:
+    from microtome.scale.ray import deploy
+
+    deployed.stages.save(tmp_path)
+    weights = tmp_path / "stage2.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"abcd")
+    log = deployed.log
+    with pytest.raises(
+        Unsupported, match="'damaged' did not start: .*stage2.safetensors' was changed since it was saved"
+    ):
+        deploy(tmp_path, model=lambda: Net(log), only=[1, 2], name="damaged", listen="127.0.0.1:0", num_cpus=0)
+    assert "damaged" not in ray.serve.status().applications
+
+
+def test_the_first_stage_is_run_by_the_client_if_it_is_not_deployed(deployed: Deployed) -> None:
+    from microtome.scale.ray.deployment import ClusterHandle
+    from microtome.scale.ray.options import DeployOptions
+    from microtome.scale.ray.serve_application import StageApplication
+
+    planned = StageApplication(deployed.stages, DeployOptions(only=["first"]))
+    handle = ClusterHandle([], planned.model, planned.spec, 1.0)
+    with pytest.raises(BadInputs, match="expected a Boundary of the cut at 'first', got other inputs"):
+        handle(deployed.x)

@@ -1,0 +1,28 @@
+"""Without Ray: the package can be imported, and its functions say what to install."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from microtome.scale import ray
+
+CODE = """
+import sys
+sys.modules["ray"] = None  # as if it were not installed
+import microtome.scale.ray
+from microtome.scale.ray import deploy
+"""
+
+
+@pytest.mark.integration
+def test_without_ray_a_function_says_what_to_install() -> None:
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True)
+    assert "NotInstalled: ray is not installed, which microtome.scale.ray needs: pip install" in done.stderr
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'microtome.scale.ray' has no attribute 'deplox'"):
+        ray.deplox  # noqa: B018
