@@ -103,7 +103,7 @@ def test_own_columns_write_numbers_with_three_digits() -> None:
 @pytest.fixture
 def divides() -> Iterator[str]:
     """A column that divides by the parameters of a call, which a ReLU does not have."""
-    mt.register_column("divides", lambda row: row.macs / row.params, "MACs / params")
+    mt.register_column("divides", lambda row: (row.macs or 0) / row.params, "MACs / params")
     yield "divides"
     unregister_column("divides")
 

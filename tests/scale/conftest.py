@@ -8,8 +8,8 @@ import pytest
 from tests.scale.serve_cluster import ray_cluster
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """A Ray cluster with one node; a test may add others, and must remove them."""
+    """A Ray cluster with one node for the tests of a file; a test may add others, and must remove them."""
     with ray_cluster(edge=1) as cluster:
         yield cluster

@@ -144,7 +144,9 @@ class Metric:
 
     def why_raised(self, rows: Iterable[Any]) -> str | None:
         """Return what an own column raised, at the first of these rows where it did; None: nothing."""
-        for row in rows if self.shown == "named" and self.value is not None else ():
+        if self.shown != "named" or self.value is None:
+            return None
+        for row in rows:
             try:
                 self.value(row)
             except Exception as error:  # noqa: BLE001  a caller's function may raise anything
