@@ -57,11 +57,9 @@ def server_process() -> Iterator[str]:
 
 
 @contextmanager
-def ray_deployment() -> Iterator[Any]:
-    """The tail on a cluster of one node."""
+def ray_node() -> Iterator[None]:
+    """A Ray cluster of one node."""
     import ray
-
-    from microtome.scale.ray import deploy
 
     variables = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     ray.init(
@@ -73,12 +71,21 @@ def ray_deployment() -> Iterator[Any]:
         runtime_env={"env_vars": variables},
     )
     try:
-        stages = mt.split(*build(), at=AT)
-        with deploy(stages, only=[AT], batch=BATCH, batch_window=WINDOW, listen="127.0.0.1:0") as deployment:
-            yield deployment
+        yield
     finally:
         ray.serve.shutdown()
         ray.shutdown()
+
+
+@contextmanager
+def ray_deployment() -> Iterator[Any]:
+    """The tail on a cluster of one node."""
+    from microtome.scale.ray import deploy
+
+    with ray_node():
+        stages = mt.split(*build(), at=AT)
+        with deploy(stages, only=[AT], batch=BATCH, batch_window=WINDOW, listen="127.0.0.1:0") as deployment:
+            yield deployment
 
 
 class Clients:

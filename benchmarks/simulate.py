@@ -8,14 +8,25 @@ from __future__ import annotations
 import heapq
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from importlib.util import find_spec
+from itertools import pairwise, repeat
+from time import process_time, thread_time
 from typing import Any, NamedTuple
 
+import psutil
+import torch
+
+import microtome as mt
 from benchmarks import report
+from benchmarks.ray_serve import ray_node
 from benchmarks.remote.chain import CUTS, measure_routes
+from benchmarks.remote.network import LOOPBACK
+from benchmarks.remote.processes import microtome
 from benchmarks.report import Target
+from benchmarks.timing import lower_quartile
+from microtome import zoo
 
 #: Cuts of ResNet-50 whose stages are of unequal and of nearly equal lengths.
 PAIRS = {
@@ -187,67 +198,148 @@ def compare() -> Iterator[Target]:
 
 
 class Costs(NamedTuple):
-    """Seconds for which a request occupies a core.
+    """Seconds for which one request occupies a core, on this machine.
 
     Attributes:
-        head_s, tail_s: The stages.
-        hop_s: Sending a boundary and decoding it, each side of a hop.
-        ingress_s: An ingress of `scale.ray.deploy`: receiving, a call of a deployment handle, and the reply.
-        replica_s: A replica's part of that call.
-        nbytes: Of a boundary.
+        client_s: A client of `connect`, beside the head.
+        server_s: A server of `connect`, beside the tail.
+        ingress_s: An ingress of `scale.ray.deploy`; None: Ray is not installed.
+        replica_s: A replica of it, beside the tail.
     """
 
-    head_s: float
+    client_s: float
+    server_s: float
+    ingress_s: float | None = None
+    replica_s: float | None = None
+
+
+class Workload(NamedTuple):
+    """What the requests of the table are.
+
+    Attributes:
+        tail_s: Seconds of the tail on a machine.
+        nbytes: Bytes that cross.
+    """
+
     tail_s: float
-    hop_s: float
-    ingress_s: float
-    replica_s: float
     nbytes: int
 
 
+#: A tail of 5 ms on a GPU and of 50 ms on a CPU, after what crosses ResNet-50 at `layer3`.
+WORKLOADS = {"5 ms": Workload(0.005, 803_664), "50 ms": Workload(0.05, 803_664)}
 #: Bytes per second of a machine's network interface: 10 Gbit/s.
 _LINK_BYTES_PER_S = 1.25e9
+_REQUESTS = 400
+_AT = "layer1"
 
 
-def engines(costs: Costs, machines: int, senders: int) -> dict[str, tuple[list[Step], dict[str, int]]]:
-    """The steps and the resources of each engine, with tails on machines of one core, and so many clients or ingresses.
+def measure_costs() -> Costs:
+    """Measure the processor time of clients, servers, ingresses and replicas for each request."""
+    model, x = zoo.build("tiny-resnet")
+    with torch.no_grad():
+        head, tail = stages = mt.split(model, x, at=_AT)
+        boundary = head(x)
+        head_s, tail_s = _cpu_s(lambda: head(x)), _cpu_s(lambda: tail(boundary))
+        with microtome(LOOPBACK, "zoo:tiny-resnet", "2x3x32x32") as address:
+            client_s, (server_s,) = _cpu_of_requests(model, x, address, [_process_at(address)])
+        costs = Costs(client_s - head_s, server_s - tail_s)
+        if find_spec("ray") is None:
+            return costs
+        from microtome.scale.ray import deploy
 
-    The heads run on the devices of users, of which there are as many as needed.
+        with ray_node(), deploy(stages, only=[_AT], listen="127.0.0.1:0") as deployment:
+            processes = [_process_of("ingress"), _process_of("stage1")]
+            _, (ingress_s, replica_s) = _cpu_of_requests(model, x, deployment.address, processes)
+        return costs._replace(ingress_s=ingress_s, replica_s=replica_s - tail_s)
+
+
+def _cpu_s(function: Callable[[], object]) -> float:
+    """The processor time of a call, in this thread."""
+    seconds = []
+    for _ in range(200):
+        began = thread_time()
+        function()
+        seconds.append(thread_time() - began)
+    return lower_quartile(seconds)
+
+
+def _cpu_of_requests(
+    model: Any, x: Any, address: str, processes: Sequence[psutil.Process]
+) -> tuple[float, list[float]]:
+    """The processor time of a request in this process, and in others."""
+    with mt.connect(model, x, address, at=_AT, codec="raw", fallback=None) as remote:
+        list(remote.stream(repeat(x, 50)))
+        began, others = process_time(), [_total_s(process) for process in processes]
+        list(remote.stream(repeat(x, _REQUESTS)))
+        here = process_time() - began
+        there = [_total_s(process) - before for process, before in zip(processes, others, strict=True)]
+    return here / _REQUESTS, [seconds / _REQUESTS for seconds in there]
+
+
+def _total_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def _process_at(address: str) -> psutil.Process:
+    """The process that listens at an address."""
+    port = int(address.rpartition(":")[2])
+    connections = psutil.net_connections("tcp")
+    (pid,) = {one.pid for one in connections if one.laddr and one.laddr.port == port and one.status == "LISTEN"}
+    return psutil.Process(pid)
+
+
+def _process_of(deployment: str) -> psutil.Process:
+    """The process of the replica of a deployment of Ray Serve."""
+    (found,) = (
+        one for one in psutil.process_iter() if f"ServeReplica:microtome:{deployment}" in " ".join(one.cmdline())
+    )
+    return found
+
+
+def engines(
+    costs: Costs, workload: Workload, machines: int, senders: int
+) -> Iterator[tuple[str, list[Step], dict[str, int]]]:
+    """The steps and the resources of each engine, with tails on so many machines.
+
+    Heads run on the devices of users. A sender is a client of `connect` that sends requests of many of them, or an
+    ingress of Ray; each is a process on a machine with a link of its own.
     """
-    link_s = costs.nbytes / _LINK_BYTES_PER_S
-    tail = Step(("tails",), costs.hop_s + costs.tail_s)
-    client = [Step(("clients",), costs.hop_s), Step(("links of clients",), link_s)]
-    ingress = [Step(("links of ingresses",), link_s), Step(("ingresses",), costs.ingress_s)]
-    replica = Step(("tails",), costs.replica_s + costs.tail_s)
-    return {
-        "`connect(servers=[[…]])`": (
-            [*client, tail],
-            {"clients": senders, "links of clients": senders, "tails": machines},
-        ),
-        "`ray.deploy`": (
-            [*ingress, Step(("links of ingresses",), link_s), replica],
-            {"ingresses": senders, "links of ingresses": senders, "tails": machines},
-        ),
-    }
+    link_s = workload.nbytes / _LINK_BYTES_PER_S
+    chain = [
+        Step(("senders",), costs.client_s),
+        Step(("links",), link_s),
+        Step(("machines",), costs.server_s + workload.tail_s),
+    ]
+    capacities = {"senders": senders, "links": senders, "machines": machines}
+    yield "`connect`", chain, capacities
+    if costs.ingress_s is not None and costs.replica_s is not None:
+        replica = Step(("machines",), costs.replica_s + workload.tail_s)
+        # Every boundary arrives at the ingress, and leaves it.
+        yield "`deploy`", [Step(("links",), 2 * link_s), Step(("senders",), costs.ingress_s), replica], capacities
 
 
 def table(costs: Costs) -> Iterator[str]:
     """The requests per second of each engine by the number of machines, and the first resource that is exhausted."""
-    yield "| machines | engine | clients or ingresses | requests/s | of all machines busy | limited by |"
-    yield "|---|---|---|---|---|---|"
-    for machines in (10, 100, 1000):
-        for senders in sorted({1, machines // 10, machines // 100} - {0}):
-            for name, (steps, capacities) in engines(costs, machines, senders).items():
-                window = 4 * (machines + senders)
-                found = simulate(steps, capacities, requests=max(5 * window, 500), window=window)
-                rate = 1 / found.interval_s
-                share = rate * costs.tail_s / machines
-                yield f"| {machines:,} | {name} | {senders} | {rate:,.0f} | {share:.0%} | {found.bottleneck} |"
+    listed = ", ".join(f"{name} {1e3 * spent:.2f}" for name, spent in costs._asdict().items() if spent is not None)
+    yield f"Milliseconds of processor time of a request: {listed}."
+    yield ""
+    yield "| tail | machines | engine | senders | requests/s | machines busy with tails | limited by |"
+    yield "|---|---|---|---|---|---|---|"
+    for name, workload in WORKLOADS.items():
+        for machines in (10, 100, 1000):
+            for senders in sorted({1, machines // 10, machines // 2}):
+                for engine, steps, capacities in engines(costs, workload, machines, senders):
+                    found = simulate(steps, capacities, requests=40 * machines + 200, window=4 * machines)
+                    rate = 1 / found.interval_s
+                    busy = rate * workload.tail_s / machines
+                    row = name, f"{machines:,}", engine, str(senders), f"{rate:,.0f}", f"{busy:.0%}", found.bottleneck
+                    yield f"| {' | '.join(row)} |"
 
 
 def main(words: Sequence[str]) -> int:
-    targets: list[Any] = list(compare())
-    text = report.markdown(targets)
+    targets: list[Target] = list(compare())
+    text = "\n".join([report.markdown(targets), "", *table(measure_costs())])
     print(report.machine(), text, sep="\n\n")
     if "--save" in words:
         print("\nwritten to", report.save("simulate", text, "python -m benchmarks.simulate --save"))
