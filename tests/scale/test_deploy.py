@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,6 +80,18 @@ def test_a_batch_of_eight_is_computed_in_one_call(deployed: Deployed) -> None:
     assert logged_rows(deployed.log) == [8]
     for x, result in zip(xs, results, strict=True):
         torch.testing.assert_close(result, deployed.net(x), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_calls_of_the_handle_from_eight_threads_are_computed_in_one(deployed: Deployed) -> None:
+    boundaries = [deployed.stages[1](deployed.stages[0](torch.randn(1, 8))) for _ in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(deployed.deployment.handle, boundaries))  # the first batch of so many rows is verified
+        deployed.log.write_text("")
+        results = list(pool.map(deployed.deployment.handle, boundaries))
+    assert logged_rows(deployed.log) == [8]
+    for boundary, result in zip(boundaries, results, strict=True):
+        torch.testing.assert_close(result, deployed.stages[2](boundary), rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""A node of a cluster that dies under load."""
+"""Nodes, replicas and servers of a cluster that die."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -98,3 +99,31 @@ def _check_nobody_left(cluster: Any, node: Any, net: Net, x: Tensor, deployment:
         with pytest.raises(RemoteError, match="no replica answered within 3 s") as caught:
             strict(x)
         assert caught.value.kind == "UNREACHABLE"
+
+
+@torch.no_grad()
+def test_a_client_goes_on_with_another_ingress_if_one_dies(cluster: Any, tmp_path: Path) -> None:
+    from microtome.scale.ray import deploy
+
+    net, x = make_net(tmp_path / "log")
+    stages = mt.split(net, x, at=["first", "middle"])
+    with deploy(
+        stages, only=["first"], autoscaling=(1, 2), ingresses=2, listen="127.0.0.1:0", name="two"
+    ) as deployment:
+        boundary = deployment.handle(stages[0](x))
+        assert boundary.at == "middle"
+        addresses = deployment.addresses
+        assert len(addresses) == 2
+        with mt.connect(net, x, servers=[addresses], at=["first", "middle"], fallback=None, codec="raw") as remote:
+            assert remote(x).equal(net(x))
+            _listener(addresses[0]).kill()
+            for _ in range(8):  # in turns, to the one that died, too
+                other = torch.randn(1, 8)
+                assert remote(other).equal(net(other))
+
+
+def _listener(address: str) -> psutil.Process:
+    """The process that listens on an address of this machine."""
+    port = int(address.rpartition(":")[2])
+    listening = (one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN)
+    return psutil.Process(next(one.pid for one in listening if one.laddr and one.laddr.port == port))

@@ -1,4 +1,4 @@
-"""What `deploy` refuses before anything starts, and the example files. No test here starts a cluster but the last."""
+"""What `deploy` refuses before anything starts, and the example files."""
 
 from __future__ import annotations
 
@@ -25,6 +25,17 @@ from tests.scale.serve_cluster import ROOT, make_net
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'microtome[ray]'")
 
 EXAMPLES = ROOT / "examples" / "ray"
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide the cluster of other tests: what is not refused before ends with another error."""
+
+    def start() -> None:
+        raise ConnectionError("no cluster here")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", start)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +80,6 @@ def test_an_invalid_option_is_refused(stages: Stages, options: dict[str, Any], m
     for function in (application, deploy):
         with pytest.raises(BadQuery, match=message):
             function(stages, **options)
-    assert not ray.is_initialized()
 
 
 def test_a_folder_needs_what_makes_the_model(parts: Path, stages: Stages, tmp_path: Path) -> None:
@@ -88,7 +98,6 @@ def test_a_folder_needs_what_makes_the_model(parts: Path, stages: Stages, tmp_pa
         deploy(parts, model=lambda: nn.Linear(1, 1))
     with pytest.raises(BadQuery, match="expected the stages of mt.split, or the folder of Stages.save, got <Stage 0"):
         deploy(stages[0])  # type: ignore[arg-type]
-    assert not ray.is_initialized()
 
 
 class Counter(nn.Module):
@@ -114,16 +123,11 @@ def test_stages_that_cannot_run_in_replicas_are_refused(tmp_path: Path) -> None:
         Unsupported, match="the weights of stage 0 from '.input.' to 'first' are not here, such as 'first"
     ):
         deploy(mt.split(net, x, at="first", load="tail"))
-    assert not ray.is_initialized()
 
 
-def test_a_server_that_others_reach_is_warned_of(stages: Stages, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_others_reach_is_warned_of(stages: Stages) -> None:
     from microtome.scale.ray import deploy
 
-    def start_no_cluster() -> None:
-        raise ConnectionError("no cluster here")
-
-    monkeypatch.setattr(ray, "init", start_no_cluster)
     with (
         pytest.warns(RuntimeWarning, match="0.0.0.0:0 can be reached from other machines, and"),
         pytest.raises(ConnectionError, match="no cluster here"),
@@ -248,7 +252,6 @@ def test_the_application_of_the_manifest_is_made_from_a_folder(tmp_path: Path) -
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PARTS", str(tmp_path))
         assert isinstance(runpy.run_path(str(EXAMPLES / "serve_app.py"))["app"], Application)
-    assert not ray.is_initialized()
 
 
 @pytest.mark.integration

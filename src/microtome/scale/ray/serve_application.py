@@ -185,7 +185,7 @@ class StageApplication:
             self.model.fingerprint,
             device,
             self._limits.total_bytes,
-            self.options.batch,
+            1 if examples is None else self.options.batch,
             self._window_s,
             examples,
         )
