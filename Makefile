@@ -6,7 +6,7 @@ TORCH_VENV := .venv-torch-$(VERSION)$(if $(filter-out python3,$(PYTHON)),-$(notd
 UNITS := $(addprefix tests/,capture devices engine files flops plan profile report results split trace track test_inputs.py test_layers.py test_public.py)
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: demo test test-all test-fast test-torch test-gpu zoo soak lint format bench bench-gpu bench-remote lock sbom docs pictures proto clean
+.PHONY: demo test test-all test-fast test-torch test-gpu test-ray zoo soak lint format bench bench-gpu bench-remote lock sbom docs pictures proto clean
 
 demo: $(VENV)/.dev        ## run every feature on built-in models, in less than a minute; writes demo/report.html
 	$(BIN)/python -m demo
@@ -35,6 +35,10 @@ test-torch:               ## `make test` with another torch, in a separate envir
 
 test-gpu: $(VENV)/.dev    ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
+
+test-ray: $(VENV)/.dev    ## the tests of microtome.scale.ray, on clusters of this machine; three minutes
+	$(PIP) -e '.[ray]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/scale src/microtome/scale
 
 zoo: $(VENV)/.dev         ## compare with the published figures of torchvision, and verify cuts of some 480 models: half an hour; SAVE=1 as below
 	$(BIN)/python -m benchmarks.zoo $(if $(SAVE),--save)

@@ -11,6 +11,7 @@ from microtome.cli.interrupts import import_torch
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
 from microtome.cli.options.outputs import Outputs, output_options
 from microtome.cli.options.prompt import check_prompt, find_cuts, prefill_option
+from microtome.cli.options.repetition import Command
 from microtome.cli.progress import show_progress
 from microtome.results.cuts import By
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from microtome.zoo import Resolved
 
 
-@click.command()
+@click.command(cls=Command)
 @model_options("meta")
 @prefill_option("Price a prompt of N tokens of a language model, and each token after it.")
 @click.option("--depth", type=click.IntRange(min=1), metavar="N", help="Show cuts at calls up to this depth.")

@@ -11,6 +11,7 @@ import click
 
 from microtome.cli.completion import complete_file
 from microtome.cli.options.outputs import Outputs, output_options
+from microtome.cli.options.repetition import Command
 from microtome.errors import BadFile, BadQuery
 from microtome.results.base import Result
 from microtome.results.diff import parse_limit
@@ -43,7 +44,7 @@ def _parse_limits(context: click.Context, parameter: click.Parameter, words: tup
     return limits
 
 
-class _DiffCommand(click.Command):
+class _DiffCommand(Command):
     """Accepts several limits after one `--fail-over`, as in `--fail-over macs=5% time=10%`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

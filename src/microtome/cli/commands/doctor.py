@@ -11,6 +11,7 @@ import click
 
 from microtome.cli.interrupts import import_torch
 from microtome.cli.options.outputs import Outputs, output_options
+from microtome.cli.options.repetition import Command
 from microtome.cli.progress import show_progress
 from microtome.units import seconds
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from microtome.devices.meters import Missing
 
 
-@click.command()
+@click.command(cls=Command)
 @output_options("json")
 def doctor(*, outputs: Outputs) -> None:
     """Show what can be measured on this machine, how precisely, and how to enable the rest.

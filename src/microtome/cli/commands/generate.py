@@ -14,6 +14,7 @@ from microtome.cli.interrupts import Interrupted, import_torch
 from microtome.cli.options.connection import check_server, connection_options
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
 from microtome.cli.options.outputs import Outputs, output_options
+from microtome.cli.options.repetition import Command, list_option
 from microtome.cli.progress import print_notes, show_progress
 from microtome.cli.token_printer import TokenPrinter
 from microtome.errors import BadInputs, MicrotomeError, Unsupported, describe_error
@@ -47,10 +48,10 @@ def _parse_ids(context: click.Context, parameter: click.Parameter, text: str | N
     return [int(word) for word in words]
 
 
-@click.command()
+@click.command(cls=Command)
 @model_options("weights", "device")
 @click.option("--prompt", metavar="TEXT", help="Text to continue, for a model with a tokenizer.")
-@click.option("--ids", metavar="1,2,3", callback=_parse_ids, help="Tokens to continue, in place of --prompt.")
+@list_option("--ids", metavar="1,2,3", callback=_parse_ids, help="Tokens to continue, in place of --prompt.")
 @click.option("--tokens", type=click.IntRange(min=1), default=50, metavar="N", help="Maximum number of new tokens.")
 @click.option("--at", metavar="ADDRESS", help=_AT)
 @click.option("--server", metavar="HOST:PORT", callback=check_server, help="Run the tail on this server.")

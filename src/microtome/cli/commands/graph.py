@@ -10,6 +10,7 @@ import click
 from microtome.cli.interrupts import import_torch
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
 from microtome.cli.options.outputs import Outputs, output_options
+from microtome.cli.options.repetition import Command
 from microtome.cli.progress import show_progress
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 _DEPTH = "Draw calls up to this depth (default: as deep as fits)."
 
 
-@click.command()
+@click.command(cls=Command)
 @model_options("meta")
 @output_options("svg", "dot")
 @click.option("--depth", type=click.IntRange(min=0), metavar="N", help=_DEPTH)

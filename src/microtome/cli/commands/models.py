@@ -9,10 +9,11 @@ import click
 from microtome.cli.completion import cache_names
 from microtome.cli.interrupts import import_torch
 from microtome.cli.options.outputs import Outputs, output_options
+from microtome.cli.options.repetition import Command
 from microtome.cli.progress import print_notes, show_progress
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("pattern", required=False)
 @output_options("json")
 def models(pattern: str | None, *, outputs: Outputs) -> None:

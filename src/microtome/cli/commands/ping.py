@@ -15,6 +15,7 @@ from microtome.addresses import INPUT
 from microtome.cli.interrupts import import_torch
 from microtome.cli.options.connection import check_server, connection_options
 from microtome.cli.options.outputs import Outputs, output_options
+from microtome.cli.options.repetition import Command
 from microtome.cli.progress import show_progress
 from microtome.errors import sanitize_text
 from microtome.units import count, rate, seconds, size, some
@@ -28,7 +29,7 @@ _MAX_CUTS = 5
 _MAX_MESSAGE = 8 << 20
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("server", metavar="HOST:PORT", callback=check_server)
 @output_options("json")
 @connection_options

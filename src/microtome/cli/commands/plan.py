@@ -13,6 +13,7 @@ from microtome.cli.options.choices import OBJECTIVES
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
 from microtome.cli.options.outputs import Outputs, output_options
 from microtome.cli.options.prompt import check_prompt, find_cuts
+from microtome.cli.options.repetition import Command
 from microtome.cli.progress import show_progress
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ _TOP = "Show, and write to files, the best K candidates."
 _COSTS = "Read the costs of codecs from this file, such as edge=F.json; repeatable."
 
 
-@click.command()
+@click.command(cls=Command)
 @model_options()
 @click.option("--edge", required=True, metavar="F", shell_complete=complete_file, help=_EDGE)
 @click.option("--cloud", required=True, metavar="F", shell_complete=complete_file, help="Profile of the cloud.")

@@ -14,6 +14,7 @@ from microtome.cli.options.choices import CONVENTIONS, DEVICE_TIMES, SOURCES
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
 from microtome.cli.options.outputs import Outputs, check_opened, open_option, open_page, output_options
 from microtome.cli.options.prompt import check_prompt, make_prompt, prefill_option
+from microtome.cli.options.repetition import Command, list_option
 from microtome.cli.progress import print_notes, show_progress
 from microtome.errors import MicrotomeError
 
@@ -32,14 +33,14 @@ _ENERGY_METHOD = "Distribute the model's energy by time, or replay each layer se
 _ENERGY_MODEL = "Estimate energy from coefficients in joules, such as flop=0.5e-12,byte=20e-12,watts=3."
 
 
-@click.command()
+@click.command(cls=Command)
 @model_options("weights", "meta", "device")
 @click.option("--depth", type=click.IntRange(min=0), help="Show and measure calls up to this depth.")
 @click.option("--granularity", type=click.IntRange(min=1), help="Show calls of this height; 1 for single layers.")
 @click.option("--by", type=click.Choice(["module", "type", "op"]), help="Group by module, module type or operator.")
 @click.option("--sort", metavar="COLUMN", help=_SORT)
 @click.option("--top", type=click.IntRange(min=1), metavar="K", help="Show the first K rows, also in files.")
-@click.option("--columns", metavar="A,B,…", help="Show these columns, such as params,macs,time.")
+@list_option("--columns", metavar="A,B,…", help="Show these columns, such as params,macs,time.")
 @click.option("--all", "expand", is_flag=True, help="Show each of several identical blocks.")
 @click.option("--convention", type=click.Choice(CONVENTIONS), default="microtome", help="What counts as a FLOP.")
 @prefill_option(_PREFILL)
@@ -58,7 +59,7 @@ _ENERGY_MODEL = "Estimate energy from coefficients in joules, such as flop=0.5e-
 )
 @click.option("--device-time", type=click.Choice(DEVICE_TIMES), default="kernels", help="How to time a GPU.")
 @click.option("--energy-method", type=click.Choice(["share", "replay"]), default="share", help=_ENERGY_METHOD)
-@click.option("--energy-model", metavar="COEFFICIENTS", help=_ENERGY_MODEL)
+@list_option("--energy-model", metavar="COEFFICIENTS", help=_ENERGY_MODEL)
 @click.option("--meter", metavar="NAME", help="Read energy from this meter, such as nvml or csv:FILE.")
 @output_options("json", "csv", "md", "html", "perfetto", "speedscope")
 @open_option

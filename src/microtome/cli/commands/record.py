@@ -13,6 +13,7 @@ import click
 from microtome.cli.completion import complete_file
 from microtome.cli.options.choices import REDUCTIONS
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
+from microtome.cli.options.repetition import Command
 from microtome.cli.progress import print_notes, show_progress
 from microtome.errors import BadFile, Unsupported
 from microtome.units import plural, seconds, size
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from microtome.capture.record import RecordTotals
 
 
-@click.command()
+@click.command(cls=Command)
 @model_options("weights", "device")
 @click.argument("select", nargs=-1, required=True)
 @click.option(

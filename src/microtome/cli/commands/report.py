@@ -7,6 +7,7 @@ import click
 from microtome.cli.commands.diff import load_profile
 from microtome.cli.completion import complete_file
 from microtome.cli.options.outputs import check_opened, check_writable, open_option, open_page
+from microtome.cli.options.repetition import Command
 from microtome.results.base import write
 from microtome.units import size
 
@@ -15,7 +16,7 @@ _CUTS = "Cuts from `microtome cuts --json`: with times, the page compares them."
 _COMPARE = "Another profile to compare with; with times, also that of the cloud."
 
 
-@click.command
+@click.command(cls=Command)
 @click.argument("profile", metavar="PROFILE.json", shell_complete=complete_file)
 @click.option("-o", "--output", "html_file", metavar="F", shell_complete=complete_file, help=_OUTPUT)
 @click.option("--cuts", metavar="F", shell_complete=complete_file, help=_CUTS)

@@ -17,6 +17,7 @@ from microtome.cli.options.connection import check_servers, connection_options
 from microtome.cli.options.durations import positive_duration
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
 from microtome.cli.options.outputs import Outputs, check_distinct, output_options
+from microtome.cli.options.repetition import Command
 from microtome.cli.progress import print_notes, show_progress
 from microtome.errors import RemoteError, SensorFailed
 
@@ -38,7 +39,7 @@ _SERVER = (
 )
 
 
-@click.command()
+@click.command(cls=Command)
 @model_options("stages", "weights", "device")
 @click.option(
     "--server", "servers", required=True, multiple=True, metavar="HOST:PORT", callback=check_servers, help=_SERVER

@@ -15,6 +15,7 @@ from microtome.cli.interrupts import import_torch
 from microtome.cli.options.connection import check_addresses, check_server, file_option
 from microtome.cli.options.durations import duration
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
+from microtome.cli.options.repetition import Command
 from microtome.cli.progress import show_progress
 from microtome.units import plural
 
@@ -27,7 +28,7 @@ _GRACE = "Time to drain on SIGTERM, in seconds or such as 1min."
 _SESSIONS = "Maximum number of sessions, each with the state of one sequence, such as a KV cache; 0: none."
 
 
-@click.command()
+@click.command(cls=Command)
 @model_options("stages", "weights", "device")
 @click.option("--stage", type=click.IntRange(min=0), metavar="N", help=f"{_STAGE} (default: the last)")
 @click.option(

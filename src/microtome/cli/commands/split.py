@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
+from microtome.cli.options.repetition import Command
 from microtome.cli.progress import show_progress
 from microtome.units import size
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from microtome.split.stages import Stages
 
 
-@click.command()
+@click.command(cls=Command)
 @model_options("weights")
 @click.option("--at", multiple=True, required=True, metavar="ADDRESS", help="Cut at the exit of this call; repeatable.")
 @click.option(

@@ -10,6 +10,7 @@ import click
 
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
 from microtome.cli.options.outputs import Outputs, output_options
+from microtome.cli.options.repetition import Command
 from microtome.units import UNKNOWN
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class _TrackRow:
     backward: int | None
 
 
-@click.command()
+@click.command(cls=Command)
 @model_options()
 @output_options("json")
 def track(*, model: ModelOptions, outputs: Outputs) -> None:

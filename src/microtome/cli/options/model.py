@@ -13,6 +13,7 @@ import click
 
 from microtome.cli.completion import complete_file, complete_model
 from microtome.cli.interrupts import import_torch
+from microtome.cli.options.repetition import list_option
 from microtome.cli.progress import print_notes, show_progress
 from microtome.errors import BadInputs, MicrotomeError, NeedsValues, describe_error
 from microtome.units import size
@@ -187,6 +188,8 @@ def _parse_arguments(context: click.Context, parameter: click.Parameter, words: 
         name, equals, value = word.partition("=")
         if not equals or not name.isidentifier():
             raise click.BadParameter(f"expected NAME=VALUE, such as num_classes=10, got {word!r}")
+        if name in arguments:
+            raise click.BadParameter(f"{name} is set twice")
         try:
             arguments[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
@@ -196,7 +199,7 @@ def _parse_arguments(context: click.Context, parameter: click.Parameter, words: 
 
 _OPTIONS = {
     "model": click.argument("model", shell_complete=complete_model),
-    "inputs": click.option("--input", "inputs", metavar="SPEC", help=_INPUT),
+    "inputs": list_option("--input", "inputs", metavar="SPEC", help=_INPUT),
     "args": click.option("--arg", "args", multiple=True, metavar="NAME=VALUE", callback=_parse_arguments, help=_ARG),
     "weights": click.option(
         "--weights", type=click.Path(dir_okay=False), metavar="FILE", help="Load weights from this file."
