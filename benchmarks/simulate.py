@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import heapq
+import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import pairwise, repeat
+from itertools import repeat
 from time import process_time, thread_time
 from typing import Any, NamedTuple
 
@@ -35,7 +36,7 @@ PAIRS = {
     "two servers, short tail": ("maxpool", "layer4"),
 }
 #: The cores of the machine that runs the three processes.
-_CORES = 2
+_CORES = os.cpu_count() or 1
 
 
 class Step(NamedTuple):
@@ -156,34 +157,31 @@ class _Simulation:
 # -- three processes on one machine ------------------------------------------------------------------------------------
 
 
-def simulate_processes(seconds: Mapping[str, float], one_server: Mapping[str, float]) -> Outcome:
+def simulate_processes(seconds: Mapping[str, float]) -> Outcome:
     """Simulate a stream over processes that share the cores of this machine.
 
-    Half of a hop is spent on either side of it, in threads beside that of the stage. Two busy cores share the memory's
-    bandwidth: a stage takes longer by the ratio that is measured with one server.
+    A process decodes, computes and encodes one request after the other. What a single request takes beside that is
+    spent in threads of gRPC, equally on each hop.
 
     Args:
-        seconds: Of each stage, alone, and `"added"` of a single request beside them, as measured.
-        one_server: The same for one server, with those of the head in a stream.
+        seconds: Of each stage and of its codec, alone, and `"added"` of a single request beside the stages.
     """
-    contention = max(one_server["busy head"] / one_server["stage 0"], 1.0)
-    stages = [contention * spent for name, spent in seconds.items() if name.startswith("stage")]
-    hop_s = one_server["added"]
-    later_s = max(seconds["added"] - hop_s, 0.0) / (len(stages) - 2)
+    stages = [spent + seconds[f"codec {name[6:]}"] for name, spent in seconds.items() if name.startswith("stage")]
+    codecs_s = sum(spent for name, spent in seconds.items() if name.startswith("codec"))
+    wire_s = max(seconds["added"] - codecs_s, 0.0) / (len(stages) - 1)
     steps = [Step(("process 0", "core"), stages[0])]
-    for hop, _ in enumerate(pairwise(stages)):
-        each_s = (hop_s if hop == 0 else later_s) / 2
-        steps += [Step(("core",), 2 * each_s), Step((f"process {hop + 1}", "core"), stages[hop + 1])]
+    for index in range(1, len(stages)):
+        steps += [Step(("core",), wire_s), Step((f"process {index}", "core"), stages[index])]
     capacities = {f"process {index}": 1 for index in range(len(stages))} | {"core": _CORES}
     return simulate(steps, capacities, requests=400, window=8)
 
 
 def compare() -> Iterator[Target]:
     """Compare the simulation with streams over three real processes."""
-    routes = measure_routes(PAIRS, rounds=4)
-    one_server = routes.pop("one server")
+    routes = measure_routes(PAIRS, rounds=6)
+    del routes["one server"]
     for name, seconds in routes.items():
-        found = simulate_processes(seconds, one_server)
+        found = simulate_processes(seconds)
         measured_s = seconds["interval"]
         listed = ", ".join(f"{what} {1e3 * spent:.1f}" for what, spent in seconds.items())
         yield Target(

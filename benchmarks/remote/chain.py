@@ -24,8 +24,9 @@ def measure(routes: dict[str, tuple[list[str], list[str]]], streams: list[str], 
     """Measure some routes, given by their servers and cuts.
 
     Returns:
-        For each route: the seconds of each stage, those that a single request takes beside them (`added`), and, for the
-        routes to be streamed over, those from result to result (`interval`) and of the head meanwhile (`busy head`).
+        For each route: the seconds of each stage, those of its process to decode and encode (`codec`), and those that a
+        single request takes beside the stages (`added`); for the routes to be streamed over, those from result to
+        result (`interval`).
     """
     found = build(MODEL, INPUTS)
     (x,) = found.inputs.args
@@ -42,13 +43,15 @@ def measure(routes: dict[str, tuple[list[str], list[str]]], streams: list[str], 
                     remote(x)
                     sent = remote.requests[-1]
                     runs = [hop.run_s for hop in sent.hops] or [sent.tail_s]
+                    codecs = [hop.decode_s + hop.encode_s for hop in sent.hops]
+                    codecs = codecs or [sent.server_decode_s + sent.server_encode_s]
                     stages = {f"stage {index}": spent for index, spent in enumerate([sent.head_s, *runs])}
-                    for what, spent in {**stages, "added": sent.total_s - sent.head_s - sum(runs)}.items():
+                    codec = {f"codec {index}": spent for index, spent in enumerate([sent.encode_s, *codecs])}
+                    added_s = sent.total_s - sent.head_s - sum(runs)
+                    for what, spent in {**stages, **codec, "added": added_s}.items():
                         seen[name].setdefault(what, []).append(spent)
             for name in streams:
                 seen[name].setdefault("interval", []).append(interval(remotes[name].stream(repeat(x, 20))))
-                heads = [sent.head_s for sent in list(remotes[name].requests)[-15:]]
-                seen[name].setdefault("busy head", []).append(lower_quartile(heads))
     return {name: {what: lower_quartile(spent) for what, spent in each.items()} for name, each in seen.items()}
 
 
