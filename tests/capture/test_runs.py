@@ -53,9 +53,12 @@ def _by_run(recording: Any, name: str) -> dict[int | None, float]:
 
 def _check(recording: Any, values: list[int], ways: list[str]) -> None:
     of_a, of_b = _by_run(recording, "a"), _by_run(recording, "b")
-    assert sorted(of_a.values()) == values
+    assert sorted(of_a.values()) == [value for value, way in zip(values, ways, strict=True) if way != "raise"]
     assert of_b.items() <= of_a.items()
     assert sorted(of_b.values()) == [value for value, way in zip(values, ways, strict=True) if way == "both"]
+    for name, found in (("a", of_a), ("b", of_b)):
+        stats = recording.stats(name)
+        assert (stats.count, stats.max) == (len(found), max(found.values()))
 
 
 @settings(deadline=None, max_examples=15)
@@ -96,6 +99,101 @@ def test_tensors_of_runs_that_overlap_in_threads_have_their_numbers(tmp_path: Pa
         for thread in threads:
             thread.join()
     _check(rec, list(range(len(ways))), ways)
+
+
+@pytest.mark.parametrize("error", [Stopped, KeyboardInterrupt])
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_an_interrupted_run_is_not_kept_in_part(on_disk: bool, error: type[BaseException], tmp_path: Path) -> None:
+    class Interrupted(Uneven):
+        def forward(self, x: Tensor, way: str = "both") -> Tensor:
+            y: Tensor = self.a(x)
+            if x.item() == 2:
+                assert on_disk or [len(rec["a"]), rec.stats("a").count] == [2, 2]  # nor is it visible before
+                raise error
+            return self.b(y)
+
+    model, to = Interrupted(), tmp_path / "acts" if on_disk else None
+    rec = mt.record(model, ["a", "b"], to=to)
+
+    def run() -> None:
+        with rec:
+            for value in range(4):
+                model(torch.tensor([float(value)]))
+
+    with pytest.raises(error):
+        run()
+    assert (rec.totals.runs, rec.totals.records, len(rec["a"]), len(rec["b"])) == (2, 4, 2, 2)
+    if not on_disk:
+        return
+    with mt.record(model, ["a", "b"], to=to, append=True):
+        for value in (3, 4):
+            model(torch.tensor([float(value)]))
+    recording = mt.load(tmp_path / "acts")
+    for name in "ab":
+        assert [one.item() for one in recording[name]] == [0, 1, 3, 4]
+        assert recording.stats(name).count == 4
+    assert (recording.count, recording.nbytes) == (8, 8 * 4)
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_statistics_alone_are_of_whole_runs(on_disk: bool, tmp_path: Path) -> None:
+    model, to = Uneven(), tmp_path / "acts" if on_disk else None
+    with mt.record(model, ["a", "b"], to=to, keep="stats") as rec:
+        for value, way in enumerate(["both", "raise", "both"]):
+            _run(model, value, way)
+    assert [(rec.stats(name).count, rec.stats(name).max) for name in "ab"] == [(2, 2.0), (2, 2.0)]
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_run_that_spans_shards_is_discarded_from_all(complete: bool, tmp_path: Path) -> None:
+    with DiskStore(tmp_path, {"model": "m", "selectors": []}, shard_bytes=16) as store:
+        for run in range(3):
+            store.begin_run(run)
+            for name in ("a", "a", "only" if run == 1 else "b"):
+                store.add(name, torch.full((64,), float(run)), run=run)
+            store.end_run(run, complete=complete or run != 1)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    with open_folder(tmp_path) as recording:
+        assert recording["a"].runs == ([0, 0, 1, 1, 2, 2] if complete else [0, 0, 2, 2])
+        assert [one[0].item() for one in recording["a"]] == recording["a"].runs
+        assert recording.stats("a").count == 64 * len(recording["a"])
+        assert set(recording) == {"a", "b", "only"} - (set() if complete else {"only"})
+
+
+def test_a_run_that_is_open_when_the_store_is_closed_is_discarded(tmp_path: Path) -> None:
+    for first in (0, 2):
+        with DiskStore(tmp_path, {"model": "m", "selectors": []}, append=True) as store:
+            assert store.next_run == first
+            for run in (first, first + 1):
+                store.begin_run(run)
+                store.add("a", torch.full((2,), float(run)), run=run)
+                if run == first:
+                    store.end_run(run)
+    assert open_folder(tmp_path)["a"].runs == [0, 2]
+
+
+def test_a_recording_of_nothing_but_a_run_that_raised_leaves_no_folder(tmp_path: Path) -> None:
+    with mt.record(Uneven(), "a", to=tmp_path / "acts") as rec:
+        _run(rec._model, 0, "raise")
+    assert not (tmp_path / "acts").exists()
+
+
+def test_a_limit_counts_the_runs_that_ended(tmp_path: Path) -> None:
+    model = Uneven()
+    for to in (None, tmp_path / "acts"):
+        with mt.record(model, ["a", "b"], to=to, limit=2 * 1028 if to is None else 8) as rec:
+            for value, way in enumerate(["both", "raise", "both"]):
+                _run(model, value, way)
+        assert rec.dropped == 2
+        assert rec.stats("a").count == rec.stats("b").count == 2
+
+
+def test_a_run_that_ends_at_a_stop_is_kept() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    head = mt.split(model, "1x2", at="1")[0]
+    with mt.record(model, "0") as rec:
+        head(torch.ones(1, 2))
+    assert len(rec["0"]) == 1
 
 
 def test_numbers_go_on_where_a_recording_is_appended_to(tmp_path: Path) -> None:

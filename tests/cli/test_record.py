@@ -39,6 +39,37 @@ def test_layers_are_written_for_all_samples(data: Path, tmp_path: Path) -> None:
     assert torch.allclose(found["layer1"].cat(), mt.extract(model.eval(), x, "layer1")["layer1"], atol=1e-5)
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("ended", [0, 2])
+def test_a_recording_that_ends_early_has_whole_runs_and_says_how_to_go_on(
+    error: type[BaseException], ended: int, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, runs = nn.AdaptiveAvgPool2d.forward, iter(range(9))  # a module after the recorded ones
+
+    def interrupt(module: nn.AdaptiveAvgPool2d, x: torch.Tensor) -> torch.Tensor:
+        if next(runs) == ended:
+            raise error
+        return forward(module, x)
+
+    monkeypatch.setattr(nn.AdaptiveAvgPool2d, "forward", interrupt)
+    line = ["zoo:tiny-resnet", "layer1", "fc", "--data", str(data), "--to", str(tmp_path / "a"), "--batch", "3"]
+    result = run(*line)
+    assert result.exit_code == (130 if error is KeyboardInterrupt else 2)
+    lines = result.stderr.splitlines()
+    notes = [one for one in lines if one.startswith("Note: ")]
+    assert lines[len(notes)].startswith("Interrupted" if error is KeyboardInterrupt else "Error: zoo:tiny-resnet does")
+    if ended:
+        kept = f"Note: 2 runs of the model ended: the first 6 of 7 samples are in {tmp_path / 'a'}. To continue, pass"
+        assert notes == [f"{kept} the others as --data, with --append"]
+        assert run(*line, "--append").exit_code == 0
+        recording = mt.load(tmp_path / "a")
+        assert recording["layer1"].runs == recording["fc"].runs
+        assert len(recording["fc"]) == ended + 3
+    else:
+        assert notes == ["Note: no run of the model ended: nothing was recorded"] * (error is KeyboardInterrupt)
+        assert not (tmp_path / "a").exists()
+
+
 @pytest.mark.parametrize(
     ("limit", "note"),
     [

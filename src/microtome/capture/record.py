@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from os import PathLike
@@ -18,11 +17,12 @@ from microtome.addresses import Addresses
 from microtome.capture.async_copy import AsyncCopier, check_copyable, is_new_memory
 from microtome.capture.attention.attention import ATTENTION, AttentionProbe, no_attention_error
 from microtome.capture.attention.fused_weights import Heads, Rows, WeightRange
+from microtome.capture.open_runs import OpenRuns
 from microtome.capture.options import Reduce, check_options, describe_selector, find_reduction, make_manifest
 from microtome.capture.store import DiskStore, MemoryStore, Series, Stats, TensorStore
 from microtome.capture.store.base import Keep
 from microtome.capture.targets import Targets, model_never_ran
-from microtome.engine import Call, Probe, Selector, Session, tensors_in
+from microtome.engine import Call, Probe, Selector, Session, Stopped, tensors_in
 from microtome.engine.composite_ops import is_meta_or_fake
 from microtome.engine.pytree import named_tensors
 from microtome.engine.selectors import CallSelection, check_model
@@ -36,8 +36,8 @@ class RecordTotals(NamedTuple):
     """The amount recorded so far.
 
     Attributes:
-        runs: Runs of the model.
-        records: Recorded tensors.
+        runs: Runs of the model that ended.
+        records: The tensors that they recorded.
         nbytes: Their bytes, including dropped ones.
         seconds: Time since the block began.
     """
@@ -133,10 +133,11 @@ class ActivationRecorder(SignalSafe[Any], Mapping[str, Series]):
         self._open_store = None if to is None else partial(DiskStore, to, manifest, append=append, **limits)
         self._copier = AsyncCopier(self._store)
         self._folder = to
-        self._open_runs = _OpenRuns(itertools.count())
+        self._open_runs = OpenRuns(itertools.count())
         self._session: Session | None = None
         self._is_done = False
         self._runs = self._records = self._nbytes = self._dropped_before = 0
+        self._added: dict[int, list[int]] = {}  # the bytes of each tensor of the open runs
         self._seconds = 0.0
         self._began: float | None = None
         self._failed = False
@@ -156,7 +157,7 @@ class ActivationRecorder(SignalSafe[Any], Mapping[str, Series]):
         if self._open_store is not None:
             self._store = self._open_store()
             self._copier = AsyncCopier(self._store)
-            self._open_runs = _OpenRuns(itertools.count(self._store.next_run))
+            self._open_runs = OpenRuns(itertools.count(self._store.next_run))
             self._dropped_before = self._store.dropped
         try:
             self._session = session.__enter__()
@@ -210,20 +211,31 @@ class ActivationRecorder(SignalSafe[Any], Mapping[str, Series]):
                     result = self._reduce(result)
                 if not isinstance(result, Tensor):
                     raise BadQuery(f"expected reduce to return a tensor, got a {type(result).__name__} at {name!r}")
-            self._records += 1
-            self._nbytes += result.nbytes
+            run = self._open_runs.current
             fresh = self._is_own_reduction and is_new_memory(result, tensor)
-            self._copier.add(name + place, result, fresh=fresh, run=self._open_runs.current)
+            self._copier.add(name + place, result, fresh=fresh, run=run)
+            if run is None:
+                self._count([result.nbytes])
+            else:
+                self._added.setdefault(run, []).append(result.nbytes)
         return added
 
-    def _begin_run(self) -> None:
-        self._open_runs.begin()
-        self._copier.call_after_pending(self._store.begin_run)
+    def _count(self, sizes: list[int]) -> None:
+        self._records += len(sizes)
+        self._nbytes += sum(sizes)
 
-    def _end_run(self) -> None:
-        """End a run of the model, whether it raised or not."""
-        self._open_runs.end()
-        self._copier.call_after_pending(self._store.end_run)
+    def _begin_run(self) -> None:
+        self._copier.call_after_pending(partial(self._store.begin_run, self._open_runs.begin()))
+
+    def _end_run(self, *, complete: bool = True) -> None:
+        """End a run of the model; what it recorded is discarded if it is not complete."""
+        run = self._open_runs.end()
+        if run is None:
+            return
+        sizes = self._added.pop(run, [])
+        if complete:
+            self._count(sizes)
+        self._copier.call_after_pending(partial(self._store.end_run, run, complete=complete))
 
     def _count_run(self) -> None:
         self._runs += 1
@@ -286,29 +298,6 @@ class ActivationRecorder(SignalSafe[Any], Mapping[str, Series]):
 record = ActivationRecorder
 
 
-class _OpenRuns(threading.local):
-    """The numbers of the open runs of this thread, which follow the order in which runs begin.
-
-    Args:
-        counter: Shared by all threads.
-    """
-
-    def __init__(self, counter: itertools.count[int]) -> None:
-        self._counter = counter
-        self._open: list[int] = []
-
-    @property
-    def current(self) -> int | None:
-        return self._open[-1] if self._open else None
-
-    def begin(self) -> None:
-        self._open.append(next(self._counter))
-
-    def end(self) -> None:
-        if self._open:
-            self._open.pop()
-
-
 class _OutputProbe(Probe):
     """Adds the outputs of selected calls to a recorder."""
 
@@ -358,5 +347,5 @@ class _RunProbe(Probe):
 
     def fail(self, call: Call, error: BaseException) -> None:
         if call.parent is None:
-            self._recorder._end_run()
+            self._recorder._end_run(complete=isinstance(error, Stopped))  # else no whole run of the model
             self._recorder._failed = True

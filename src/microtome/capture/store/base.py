@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -19,6 +20,21 @@ from microtome.errors import BadQuery, NoMatch
 OVERHEAD_BYTES = 1024
 
 Keep = Literal["all", "stats"]
+
+
+@dataclass
+class RunEntry:
+    """The tensors of one name that an open run of the model added.
+
+    Attributes:
+        stats: Statistics of them.
+        given: The number of them.
+        dropped: The number of them not kept because of the limit.
+    """
+
+    stats: Stats
+    given: int = 0
+    dropped: int = 0
 
 
 class TensorStore:
@@ -54,24 +70,51 @@ class TensorStore:
         self._limit_bytes = limit_bytes
         self._empty_stats = Stats(histogram=None if histogram is None else Histogram(*histogram))
         self._lock = threading.RLock()
+        self._open: dict[int, dict[str, RunEntry]] = {}  # of each open run, by name
 
     def add(self, name: str, tensor: Tensor, *, borrowed: bool = False, run: int | None = None) -> None:
         """Add a tensor.
 
         Args:
             borrowed: Whether the caller may write to the tensor after this returns; otherwise it belongs to the store.
-            run: The number of the run that made it.
+            run: The number of the run that made it. Of a run that was begun and not ended, it is not counted yet.
         """
         raise NotImplementedError
 
     def discard_empty(self) -> None:
         """Remove what a store without tensors leaves behind."""
 
-    def begin_run(self) -> None:
-        """Begin a run of the model."""
+    def begin_run(self, run: int | None = None) -> None:
+        """Begin a run of the model; the tensors of one with a number become visible when it ends."""
+        with self._lock:
+            if run is not None:
+                self._open[run] = {}
 
-    def end_run(self) -> None:
-        """End a run of the model."""
+    def end_run(self, run: int | None = None, *, complete: bool = True) -> None:
+        """End a run of the model.
+
+        Args:
+            complete: Count its tensors. Otherwise they are discarded: an exception ended it.
+        """
+        with self._lock:
+            if run is not None and (entries := self._open.pop(run, None)):
+                if complete:
+                    self._count_run(entries)
+                else:
+                    self._discard_run(run, entries)
+
+    def _count_run(self, entries: dict[str, RunEntry]) -> None:
+        """Count the tensors of a run that ended."""
+        raise NotImplementedError
+
+    def _discard_run(self, run: int, entries: dict[str, RunEntry]) -> None:
+        """Remove the tensors of a run that did not end."""
+        raise NotImplementedError
+
+    def _entry(self, name: str, run: int | None) -> RunEntry | None:
+        """Return what an open run added of a name; None if the run is not open, so that tensors count at once."""
+        entries = None if run is None else self._open.get(run)
+        return None if entries is None else entries.setdefault(name, RunEntry(self._empty_stats.new()))
 
     @property
     def names(self) -> list[str]:

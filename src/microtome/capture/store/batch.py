@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from microtome.capture.store.base import OVERHEAD_BYTES, memory_bytes
+from microtome.capture.store.base import OVERHEAD_BYTES, RunEntry, memory_bytes
 from microtome.capture.store.index import INDEX, IndexLine, IndexTotals, SeriesEntry, append_lines, tensor_key
 from microtome.capture.store.shard import OpenShard, header_bytes
 from microtome.capture.store.stats import Stats
@@ -64,6 +64,7 @@ class Batch:
         added_bytes: The bytes of all tensors added, including those that were only counted.
         full: Whether the limit had been reached.
         ends_run: Whether no run of the model was open when it was completed.
+        discarded: The numbers of the runs that did not end, whose tensors readers skip.
     """
 
     def __init__(self, shard_bytes: int) -> None:
@@ -72,6 +73,7 @@ class Batch:
         self.buffered_bytes = self.added_bytes = 0
         self.full = False
         self.ends_run = True
+        self.discarded: list[int] = []
         self._shard_bytes = shard_bytes
         self._count = self._value_bytes = self._header_bytes = 0
         self._header_space: int | None = None
@@ -94,12 +96,12 @@ class Batch:
         """Return whether the header has space for another tensor."""
         return self._header_space is None or self._header_bytes + header_bytes(key, tensor) <= self._header_space
 
-    def count(self, name: str, tensor: Tensor, empty_stats: Stats, *, dropped: bool) -> None:
-        piece = self._piece(name, empty_stats)
-        piece.stats.add(tensor)
-        piece.given += 1
-        piece.dropped += dropped
-        self.added_bytes += tensor.nbytes
+    def count_run(self, name: str, entry: RunEntry) -> None:
+        """Count the tensors of a name that a run added, to this batch or to those before."""
+        piece = self._piece(name, entry.stats)
+        piece.stats.merge(entry.stats)
+        piece.given += entry.given
+        piece.dropped += entry.dropped
 
     def add(self, name: str, number: int, tensor: Tensor, empty_stats: Stats, run: int | None = None) -> None:
         """Add the tensor of a run, with its number among those of its name, to be written."""
@@ -182,7 +184,7 @@ class ShardWriter:
         return f"shard-{self._totals.shards + deferred:05d}.safetensors"
 
     def _complete(self, batch: Batch, on_io: Callable[[], None]) -> None:
-        line = IndexLine(None, 0, batch.full, batch.pieces, batch.ends_run)
+        line = IndexLine(None, 0, batch.full, batch.pieces, batch.ends_run, discarded=batch.discarded)
         if self._shard is not None or batch.tensors:
             line.file = self._file
             shard = self._open_shard()

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from microtome.capture.store.base import Keep, TensorStore, memory_bytes, must_copy, to_contiguous
+from microtome.capture.store.base import Keep, RunEntry, TensorStore, memory_bytes, must_copy, to_contiguous
 from microtome.capture.store.batch import Batch, ShardWriter, can_be_own_part
 from microtome.capture.store.folder import LOCK, MANIFEST, claim, open_recording, record_error
 from microtome.capture.store.index import INDEX, tensor_key
@@ -100,21 +100,31 @@ class DiskStore(TensorStore):
             if self._keep == "all" and not self._full:
                 self._write(name, contiguous, run, borrowed=borrowed)
             else:
-                self._count(name, tensor)
+                self._count(name, tensor, run)
             if self._batch.is_complete and (not self._open_runs or self._batch.is_overdue):
                 self._submit_batch()
 
-    def begin_run(self) -> None:
+    def begin_run(self, run: int | None = None) -> None:
         """Defer the index lines of added tensors until the run ends."""
         with self._lock:
+            super().begin_run(run)
             self._open_runs += 1
 
-    def end_run(self) -> None:
+    def end_run(self, run: int | None = None, *, complete: bool = True) -> None:
         """Write the index lines of tensors added since the run began."""
         with self._lock:
+            super().end_run(run, complete=complete)
             self._open_runs -= 1
             if not self._open_runs and not self._closed and (self._run_spans_batches or self._batch.is_complete):
                 self._submit_batch()
+
+    def _count_run(self, entries: dict[str, RunEntry]) -> None:
+        for name, entry in entries.items():
+            self._batch.count_run(name, entry)
+            self._add_to_totals(name, entry.given, entry.dropped)
+
+    def _discard_run(self, run: int, entries: dict[str, RunEntry]) -> None:
+        self._batch.discarded.append(run)  # some of its tensors may be in a shard
 
     def _write(self, name: str, tensor: Tensor, run: int | None, *, borrowed: bool) -> None:
         """Submit a tensor for writing and count it; a borrowed one is not used after this returns."""
@@ -132,18 +142,26 @@ class DiskStore(TensorStore):
         if borrowed:
             part = self._batch.pop_part()
             assert part is not None, "it can be a part of its own"
-            self._writer.put_here(part, partial(self._count, name, tensor))
+            self._writer.put_here(part, partial(self._count, name, tensor, run))
             self._check_failed()
         else:
-            self._count(name, tensor)
+            self._count(name, tensor, run)
             if self._batch.has_part and (part := self._batch.pop_part()) is not None:
                 self._writer.put(part)
 
-    def _count(self, name: str, tensor: Tensor) -> None:
-        self._batch.count(name, tensor, self._empty_stats, dropped=self._full)
+    def _count(self, name: str, tensor: Tensor, run: int | None) -> None:
+        entry = self._entry(name, run) or RunEntry(self._empty_stats.new())
+        entry.stats.add(tensor)
+        entry.given += 1
+        entry.dropped += self._full
+        self._batch.added_bytes += tensor.nbytes
+        if run not in self._open:
+            self._count_run({name: entry})
+
+    def _add_to_totals(self, name: str, given: int, dropped: int) -> None:
         self._names[name] = None
-        self.count += 1
-        self.dropped += self._full
+        self.count += given
+        self.dropped += dropped
 
     def _check_dtype(self, name: str, tensor: Tensor) -> None:
         if tensor.dtype not in DTYPE_CODES:
@@ -162,7 +180,7 @@ class DiskStore(TensorStore):
 
     def _submit_batch(self) -> None:
         """Queue the batch for the thread, and begin another."""
-        if self._batch.pieces or self._run_spans_batches:
+        if self._batch.pieces or self._batch.discarded or self._run_spans_batches:
             self._batch.full = self._full
             self._batch.ends_run = not self._open_runs
             self._run_spans_batches = not self._batch.ends_run
@@ -183,7 +201,9 @@ class DiskStore(TensorStore):
             forked = not self._writer.alive and self._writer.error is None
             if self._closed or forked:  # the folder belongs to the parent process
                 return
-            self._open_runs = 0  # tensors of an abandoned run are kept
+            for run in list(self._open):  # the block ended inside it
+                super().end_run(run, complete=False)
+            self._open_runs = 0
             self._submit_batch()
             self._closed = True
             self._recording = None  # a snapshot of the folder before the last batches
@@ -199,7 +219,8 @@ class DiskStore(TensorStore):
         """After `close`, remove the folder if this store created it and nothing was added."""
         if self._is_new and not self.count and self._closed:
             with suppress(OSError):  # such as a file of others
-                for name in (MANIFEST, INDEX, LOCK):
+                shards = [file.name for file in self.folder.glob("shard-*.safetensors")]  # of runs that did not end
+                for name in (MANIFEST, INDEX, LOCK, *shards):
                     (self.folder / name).unlink(missing_ok=True)
                 self.folder.rmdir()
 

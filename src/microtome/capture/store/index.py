@@ -76,6 +76,7 @@ class IndexLine:
         pieces: The entries, by name.
         ends_run: False if the shard ends inside a run of the model, which the next line continues.
         header_sum: The checksum of the shard's header; None in a recording without.
+        discarded: The numbers of runs that did not end: their tensors, in this line or those before, do not count.
     """
 
     file: str | None
@@ -84,6 +85,7 @@ class IndexLine:
     pieces: dict[str, SeriesEntry]
     ends_run: bool = True
     header_sum: str | None = None
+    discarded: list[int] = field(default_factory=list)
 
     def add_sums(self, sums: ShardSums) -> None:
         """Add the checksums of a shard; drop a tensor without, whose addition a signal interrupted."""
@@ -168,6 +170,7 @@ class IndexTotals:
         shards: The number of shards.
         counts: The number of tensors in shards, by name.
         next_run: One above the largest number of a run.
+        discarded: The numbers of runs that did not end.
     """
 
     count: int = 0
@@ -177,12 +180,15 @@ class IndexTotals:
     shards: int = 0
     full: bool = False
     next_run: int = 0
+    discarded: set[int] = field(default_factory=set)
     counts: dict[str, int] = field(default_factory=dict)
     stats: dict[str, Stats] = field(default_factory=dict)
 
     def add(self, line: IndexLine) -> None:
         self.shards += line.file is not None
         self.full |= line.full
+        self.discarded.update(line.discarded)
+        self.next_run = max(self.next_run, *(run + 1 for run in line.discarded), 0)
         for name, piece in line.pieces.items():
             self.count += piece.given
             self.written += len(piece.shapes)
@@ -190,10 +196,12 @@ class IndexTotals:
             self.nbytes += piece.nbytes
             self.next_run = max(self.next_run, *(run + 1 for run in piece.runs if run is not None), 0)
             self.counts[name] = self.counts.get(name, 0) + len(piece.shapes)
-            self._merge_stats(name, piece.stats)
+            if piece.given:  # else its tensors are of an open run, whose line follows, or of a discarded one
+                self._merge_stats(name, piece.stats)
 
     def merge(self, other: IndexTotals) -> None:
         """Add the totals of a recording that continues this one: its runs are after those of this one."""
+        self.discarded |= {self.next_run + run for run in other.discarded}
         for name in ("count", "written", "dropped", "nbytes", "shards", "next_run"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.full |= other.full

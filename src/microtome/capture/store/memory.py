@@ -8,7 +8,7 @@ from collections import OrderedDict, deque
 import torch
 from torch import Tensor
 
-from microtome.capture.store.base import OVERHEAD_BYTES, Keep, TensorStore, must_copy, to_contiguous
+from microtome.capture.store.base import OVERHEAD_BYTES, Keep, RunEntry, TensorStore, must_copy, to_contiguous
 from microtome.capture.store.series import Series, in_memory
 from microtome.capture.store.stats import Stats
 from microtome.errors import BadQuery
@@ -44,13 +44,15 @@ class MemoryStore(TensorStore):
         self._last = last
         self._tensors: OrderedDict[int, tuple[str, Tensor, int | None]] = OrderedDict()
         self._numbers: dict[str, deque[int]] = {}
+        self._next_number = 0
+        self._counts: dict[str, int] = {}  # of the tensors of runs that ended
         self._stats: dict[str, Stats] = {}
         self._last_in_stats: dict[str, int] = {}
         self._pools: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
 
     @property
     def names(self) -> list[str]:
-        return list(self._numbers)
+        return list(self._counts)
 
     def add(self, name: str, tensor: Tensor, *, borrowed: bool = False, run: int | None = None) -> None:
         """Add a tensor; a borrowed one is copied."""
@@ -62,13 +64,34 @@ class MemoryStore(TensorStore):
                 self._numbers[name] = deque()
                 self._stats[name] = self._empty_stats.new()
                 self._last_in_stats[name] = -1
+            entry = self._entry(name, run)
             if self._keep == "all":
-                self._tensors[self.count] = name, tensor, run
-                self._numbers[name].append(self.count)
+                self._tensors[self._next_number] = name, tensor, run
+                self._numbers[name].append(self._next_number)
+                self._next_number += 1
                 self.nbytes += tensor.nbytes
             else:
-                self._stats[name].add(tensor)
-            self.count += 1
+                (self._stats[name] if entry is None else entry.stats).add(tensor)
+            if entry is None:
+                self._count(name, 1)
+            else:
+                entry.given += 1
+
+    def _count(self, name: str, given: int) -> None:
+        self._counts[name] = self._counts.get(name, 0) + given
+        self.count += given
+
+    def _count_run(self, entries: dict[str, RunEntry]) -> None:
+        for name, entry in entries.items():
+            self._count(name, entry.given)
+            self.dropped += entry.dropped
+            self._stats[name].merge(entry.stats)
+
+    def _discard_run(self, run: int, entries: dict[str, RunEntry]) -> None:
+        for number in [number for number, (*_, made_by) in self._tensors.items() if made_by == run]:
+            name, tensor, _ = self._tensors.pop(number)
+            self._numbers[name].remove(number)
+            self.nbytes -= tensor.nbytes
 
     def _own(self, tensor: Tensor, *, borrowed: bool) -> Tensor:
         """Return a contiguous tensor in memory of the store, copied only if necessary."""
@@ -118,28 +141,35 @@ class MemoryStore(TensorStore):
         return self.nbytes + OVERHEAD_BYTES * len(self._tensors) + pooled
 
     def _drop(self, number: int) -> None:
-        name, tensor, _ = self._tensors.pop(number)
+        name, tensor, run = self._tensors[number]
+        self._add_to_stats(number)
+        del self._tensors[number]
         oldest = self._numbers[name].popleft()
         assert oldest == number
-        self._add_to_stats(name, number, tensor)
         self.nbytes -= tensor.nbytes
-        self.dropped += 1
+        if (entry := self._entry(name, run)) is None:
+            self.dropped += 1
+        else:
+            entry.dropped += 1
 
-    def _add_to_stats(self, name: str, number: int, tensor: Tensor) -> None:
+    def _add_to_stats(self, number: int) -> None:
+        name, tensor, run = self._tensors[number]
         if number > self._last_in_stats[name]:
-            self._stats[name].add(tensor)
+            entry = self._entry(name, run)
+            (self._stats[name] if entry is None else entry.stats).add(tensor)
             self._last_in_stats[name] = number
 
     def series(self, name: str) -> Series:
         with self._lock:
             self._check_name(name)
-            return Series(name, [in_memory(*self._tensors[number][1:]) for number in self._numbers[name]])
+            tensors = (self._tensors[number] for number in self._numbers[name])
+            return Series(name, [in_memory(tensor, run) for _, tensor, run in tensors if run not in self._open])
 
     def stats(self, name: str) -> Stats:
         with self._lock:
             self._check_name(name)
             for number in self._numbers[name]:
-                self._add_to_stats(name, number, self._tensors[number][1])
+                self._add_to_stats(number)
             result = self._stats[name].new()
             result.merge(self._stats[name])
             return result

@@ -47,6 +47,9 @@ class Recording:
         self._tensors: dict[str, list[StoredTensor]] = {}
         for line in lines:
             self._totals.add(line)
+        for name in self._totals.stats:
+            self._tensors[name] = []
+        for line in lines:
             self._add(line)
         aliases = manifest.get("other_names") or {}
         if (mismatch := find_mismatch(aliases, dict[str, str])) is not None:
@@ -55,12 +58,14 @@ class Recording:
 
     def _add(self, line: IndexLine) -> None:
         for name, piece in line.pieces.items():
-            tensors = self._tensors.setdefault(name, [])
+            tensors = self._tensors.get(name, [])  # all of an unknown name are of discarded runs
             for at, (shape, code) in enumerate(zip(piece.shapes, piece.dtypes, strict=True)):
                 assert line.file is not None
                 key = tensor_key(name, piece.first + at)
                 checksum = piece.sums[at] if piece.sums else None
                 run = piece.runs[at] if piece.runs else None
+                if run in self._totals.discarded:
+                    continue
                 load = partial(self._shards.load, line.file, key, tuple(shape), CODE_DTYPES[code], checksum)
                 tensors.append(StoredTensor(tuple(shape), CODE_DTYPES[code], load, run))
 
@@ -86,7 +91,7 @@ class Recording:
     @property
     def nbytes(self) -> int:
         """The bytes of all written tensors."""
-        return self._totals.nbytes
+        return sum(tensor.nbytes for tensors in self._tensors.values() for tensor in tensors)
 
     def stats(self, name: str) -> Stats:
         """Return statistics of all tensors of a name, including those that were not written."""
@@ -138,7 +143,7 @@ class Recording:
         return html
 
     def __repr__(self) -> str:
-        tensors, dropped = self._totals.written, f", {self.dropped} dropped" if self.dropped else ""
+        tensors, dropped = sum(map(len, self._tensors.values())), f", {self.dropped} dropped" if self.dropped else ""
         counts = f"{plural(len(self), 'name')}, {plural(tensors, 'tensor')}"
         return f"<Recording {str(self.folder)!r}: {counts}, {size(self.nbytes)}{dropped}>"
 

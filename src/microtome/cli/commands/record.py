@@ -15,11 +15,11 @@ from microtome.cli.options.choices import REDUCTIONS
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
 from microtome.cli.options.repetition import Command
 from microtome.cli.progress import print_notes, show_progress
-from microtome.errors import BadFile, Unsupported
+from microtome.errors import BadFile, MicrotomeError, Unsupported
 from microtome.units import plural, seconds, size
 
 if TYPE_CHECKING:
-    from microtome.capture.record import RecordTotals
+    from microtome.capture.record import ActivationRecorder, RecordTotals
 
 
 @click.command(cls=Command)
@@ -52,7 +52,8 @@ def record(*, model: ModelOptions, select: tuple[str, ...], data: str, batch: in
     from microtome.cli.samples import count_samples, describe_images, read_batches, single_tensor
 
     like = single_tensor(resolved.inputs, "record others from Python, with mt.record")
-    total = -(-count_samples(data) // batch)
+    samples = count_samples(data)
+    total = -(-samples // batch)
     print_notes(describe_images(data, like))
     with show_progress(f"recording {model.name}") as progress:
 
@@ -60,7 +61,8 @@ def record(*, model: ModelOptions, select: tuple[str, ...], data: str, batch: in
             progress(f"{size(totals.nbytes)}, {_rate(totals)}", totals.runs, total)
 
         recorder = ActivationRecorder(resolved.model, list(select), progress=update, **options)
-        with _rename_options(), recorder, torch.no_grad():
+        note_kept = _note_if_ended_early(recorder, batch, samples, options["to"])
+        with _rename_options(), note_kept, recorder, torch.no_grad():
             for x in read_batches(data, batch, like):
                 with wrap_model_errors(resolved, partial(tuple, x.shape), hint=""):
                     resolved.model(x)
@@ -72,6 +74,24 @@ def record(*, model: ModelOptions, select: tuple[str, ...], data: str, batch: in
     )
     if recorder.dropped:
         print_notes([_describe_dropped(totals.records, recorder.dropped, options["limit"], append=options["append"])])
+
+
+@contextmanager
+def _note_if_ended_early(recorder: ActivationRecorder, batch: int, samples: int, folder: str) -> Iterator[None]:
+    """Print a note on what was recorded before Ctrl-C or an error, and how to continue."""
+    try:
+        yield
+    except (KeyboardInterrupt, MicrotomeError) as error:
+        runs = recorder.totals.runs
+        recorded = min(runs * batch, samples)
+        if 0 < recorded < samples:
+            kept = (
+                f"{plural(runs, 'run')} of the model ended: the first {recorded} of {samples} samples are in {folder}"
+            )
+            print_notes([f"{kept}. To continue, pass the others as --data, with --append"])
+        elif not runs and isinstance(error, KeyboardInterrupt):
+            print_notes(["no run of the model ended: nothing was recorded"])
+        raise
 
 
 def _describe_dropped(records: int, dropped: int, limit: str, *, append: bool) -> str:
