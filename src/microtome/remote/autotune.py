@@ -194,6 +194,11 @@ class Autotuner:
         if bytes_per_s is not None:
             speeds.bytes_per_s = _smooth(speeds.bytes_per_s, bytes_per_s)
 
+    @property
+    def routes(self) -> list[Route]:
+        """The routes over the server that it may choose."""
+        return [route for route in self._candidates if route.at is not None]
+
     def _check(self) -> None:
         """Move to another route if it has promised a gain in enough consecutive checks."""
         latencies = {route: self._speeds.latency_s(candidate) for route, candidate in self._candidates.items()}

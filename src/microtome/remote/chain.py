@@ -93,6 +93,7 @@ class _Journey:
         self._retry_until = retry_until
         self._reply_bytes = reply_bytes
         self._may_forward = True
+        self._forwards: dict[int, int] = {}  # the number of stages for which a message to each is forwarded
 
     def make_message(self, hop: int) -> Message:
         """Return a message to the servers of one stage, without a boundary."""
@@ -100,9 +101,10 @@ class _Journey:
         if not route.later:  # one server, which runs everything after the cut
             return self._request.make_message(self._reply_bytes[0])
         stage = StageRef(route.cuts, route.first_stage + hop)
-        last = hop + self._num_forwards(hop)
+        self._forwards[hop] = self._num_forwards(hop)
+        last = hop + self._forwards[hop]
         forward = [
-            protocol.Hop(servers=[connection.address for connection in pool.connections])
+            protocol.Hop(servers=[connection.address for connection in pool.ready])
             for pool in self._pools[hop + 1 : last + 1]
         ]
         return self._request.make_message(self._reply_bytes[last], stage=stage.to_message(), forward=forward)
@@ -112,15 +114,15 @@ class _Journey:
         number = 0
         while self._may_forward and hop + number + 1 < len(self._pools):
             pool, after = self._pools[hop + number], self._pools[hop + number + 1]
-            addresses = {connection.address for connection in after.connections}
-            if not all(addresses.intersection(connection.hello.forwards) for connection in pool.connections):
+            addresses = {connection.address for connection in after.ready}
+            if not all(addresses.intersection(connection.hello.forwards) for connection in pool.ready):
                 break
             number += 1
         return number
 
     def check_size(self, hop: int, nbytes: int) -> None:
         """Raise if a server of a stage does not accept a boundary of so many bytes."""
-        limit = min(connection.hello.max_message for connection in self._pools[hop].connections)
+        limit = min(connection.hello.max_message for connection in self._pools[hop].ready)
         if nbytes > limit:
             at = (self._request.route.at, *self._request.route.later)[hop]
             raise too_large(nbytes, at, self._pools[hop].address, limit)
@@ -141,7 +143,7 @@ class _Journey:
 
     def _advance(self, message: Message, hop: int, future: Future[Any]) -> None:
         """Send what crosses the end of a stage to the servers of the next one, or end with the last reply."""
-        request, forwards = self._request, self._num_forwards(hop)
+        request, forwards = self._request, self._forwards.get(hop, 0)
         error = future.exception()
         if isinstance(error, RemoteError) and error.kind in TRANSIENT and forwards:
             log.warning("sending the boundaries of a chain through the client", extra={"reason": str(error)})

@@ -72,8 +72,8 @@ class Remote:
 
     @property
     def servers(self) -> list[Any]:
-        """The replies to `Hello` of all servers."""
-        return [connection.hello for pool in self._chain.pools for connection in pool.connections]
+        """The replies to `Hello` of all servers, without those that could not be reached yet."""
+        return [connection.hello for pool in self._chain.pools for connection in pool.ready]
 
     @property
     def server(self) -> Any:

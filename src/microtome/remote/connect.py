@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -18,12 +19,15 @@ from microtome.remote.handshake import handshake
 from microtome.remote.local_model import LocalModel, planned_chain
 from microtome.remote.request import RequestOptions, Route
 from microtome.remote.security import Security
-from microtome.remote.server_pool import ServerPool
+from microtome.remote.server_pool import Check, ServerPool
 from microtome.remote.stage_ref import StageRef, describe_stage
 from microtome.results.plan import Plan
 from microtome.split.boundary.codecs import parse_codec
 from microtome.split.stage import Stage
 from microtome.units import parse_seconds, parse_size, plural
+
+#: Seconds that a server which is back has to answer the handshake; if it does not, it is asked again.
+_CHECK_S = 2.0
 
 #: One server, or several of which any may answer.
 Servers = str | Sequence[str]
@@ -62,7 +66,8 @@ def connect(
             when that changes; see `Remote.history`.
         servers: The servers of a chain, in place of `server`: one for each cut, which runs the stage after it. With one
             server less, this device runs the last stage, too, so that neither inputs nor outputs leave it. Several
-            servers of one stage, as a list, are used in turn; one that dies is left out until it is back.
+            servers of one stage, as a list, are used in turn; one that is down, also at the start, is left out until
+            it is back with the same model.
         deadline: The time that a request may take, in seconds or such as `"50ms"`. If the server cannot answer in
             time, this device computes the output.
         codec: The codec of the boundary; `"auto"`: the fastest lossless one.
@@ -104,10 +109,13 @@ def connect(
     chain = _open_chain(stages, security)
     try:
         local = LocalModel(model, inputs)
+        check = partial(handshake, model=local, any_torch=any_torch)
         for pool in chain.pools:
-            for connection in pool.connections:
-                handshake(connection, local, timeout, any_torch=any_torch)
+            pool.open(partial(check, timeout=timeout))
         route = _choose_route(local, chain, cuts, codec)
+        routes = route.routes if isinstance(route, Autotuner) else (route,)
+        for hop, pool in enumerate(chain.pools):
+            pool.watch(_check_again(check, routes, hop, codec))
         max_bytes = None if max_reply is None else parse_size(max_reply)
         options = RequestOptions(deadline_s, fallback == "local", max_bytes)
         remote = Remote(local, chain, route, options)
@@ -165,12 +173,12 @@ def _open_chain(stages: list[tuple[str, ...]], security: Security) -> Chain:
 
 def _choose_route(local: LocalModel, chain: Chain, at: Any, codec: str) -> Route | Autotuner:
     codecs = _choose_codecs(chain, codec)
-    connection = chain.pools[0].connections[0]
+    connection = chain.pools[0].ready[0]
     splitter = local.splitter if local.is_whole else None
     if splitter is not None and isinstance(at, str) and at == "auto":
         if len(chain.pools) > 1:
             raise BadQuery(f"expected {len(chain.pools)} cuts for {len(chain.pools)} servers, got at='auto'")
-        served = set.intersection(*(set(one.hello.cuts) for one in chain.pools[0].connections))
+        served = set.intersection(*(set(one.hello.cuts) for one in chain.pools[0].ready))
         return autotune(splitter, connection, codecs, [cut for cut in connection.hello.cuts if cut in served])
     first, *later = local.resolve_cuts(at)
     route = Route(first, codecs[0], tuple(later))
@@ -185,7 +193,7 @@ def _choose_codecs(chain: Chain, codec: str) -> tuple[str, ...]:
     if codec != "auto":
         parse_codec(codec)
         return (codec,)
-    replies = [connection.hello for pool in chain.pools for connection in pool.connections]
+    replies = [connection.hello for pool in chain.pools for connection in pool.ready]
     return tuple(name for name in LOSSLESS if all(name in reply.codecs for reply in replies)) or ("raw",)
 
 
@@ -196,21 +204,31 @@ def _check_served(chain: Chain, route: Route) -> None:
         fewer = f", or {cuts - 1} if this device runs the last stage" if cuts > 1 else ""
         raise BadQuery(f"expected {plural(cuts, 'server')} for {plural(cuts, 'cut')}{fewer}, got {servers}")
     for hop, pool in enumerate(chain.pools):
-        stage = StageRef(route.cuts, route.first_stage + hop)
-        for connection in pool.connections:
-            _check_stage(connection, stage)
+        for connection in pool.ready:
+            _check_stage(connection.address, connection.hello, StageRef(route.cuts, route.first_stage + hop))
 
 
-def _check_stage(connection: Connection, stage: StageRef) -> None:
-    hello = connection.hello
+def _check_again(check: Callable[..., Any], routes: Sequence[Route], hop: int, codec: str) -> Check:
+    """Return the check of a server that is back: that of the start, and whether it can answer on these routes."""
+
+    def accept(address: str, hello: Any) -> None:
+        for route in routes:
+            _check_stage(address, hello, StageRef(route.cuts, route.first_stage + hop))
+            if codec == "auto" and route.codec not in ("raw", *hello.codecs):
+                raise RemoteError(f"{address} does not have the codec {route.codec}", "REFUSED")
+
+    return lambda connection: check(connection, timeout=_CHECK_S, accept=partial(accept, connection.address))
+
+
+def _check_stage(address: str, hello: Any, stage: StageRef) -> None:
     if stage.begins_at not in hello.cuts:
         served = [cut or INPUT for cut in hello.cuts]
         others = f" and {len(served) - 5} others" if len(served) > 5 else ""
         raise RemoteError(
-            f"{connection.address} does not serve the cut at {stage.begins_at or INPUT!r}; it serves "
+            f"{address} does not serve the cut at {stage.begins_at or INPUT!r}; it serves "
             f"{', '.join(map(repr, served[:5]))}{others}",
             "NO_CUT",
         )
     if not hello.any_stage and hello.ends_at != (stage.ends_at or ""):
         only = describe_stage(stage.begins_at, hello.ends_at or None)
-        raise RemoteError(f"{connection.address} serves the stage {only}, not the one {stage}", "NO_CUT")
+        raise RemoteError(f"{address} serves the stage {only}, not the one {stage}", "NO_CUT")

@@ -9,7 +9,7 @@ import logging
 import random
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from time import monotonic, perf_counter, sleep
 from typing import Any
@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 from microtome.endpoints import SCHEMES, explain_endpoint
 from microtome.errors import BadQuery, RemoteError
 from microtome.remote import protocol
-from microtome.remote.error_kinds import from_message, from_rpc, is_connection_refused
+from microtome.remote.error_kinds import TRANSIENT, from_message, from_rpc, is_connection_refused
 from microtome.remote.message import Message
 from microtome.remote.protocol import DEFAULT_REPLY_BYTES, MAX_MESSAGE_BYTES, METHODS
 from microtome.remote.security import Security, is_loopback
@@ -75,6 +75,7 @@ class Connection:
         self._was_reached = False  # by a unary call
         self._sent_bytes, self._sending_s = 0, 0.0
         self._thread: threading.Thread | None = None
+        self._check: Callable[[Connection], object] | None = None
 
     def call(self, name: str, request: Any, timeout: float, reply_bytes: int = DEFAULT_REPLY_BYTES) -> Any:
         """Call a unary method, again and again until the server can be reached.
@@ -137,10 +138,21 @@ class Connection:
                 self._end_stream()
             if self._outgoing is not None:
                 self._outgoing.put(message)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="microtome-client", daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
+            self._start()
+
+    def watch(self, check: Callable[[Connection], object]) -> None:
+        """Whenever the server is back after it was down, call a check, which raises RemoteError to keep it down."""
+        with self._changed:
+            self._check = check
+            if self.down_reason is not None:
+                self._start()
+
+    def _start(self) -> None:
+        """Start the thread of the stream, or wake it up."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="microtome-client", daemon=True)
+            self._thread.start()
+        self._changed.notify_all()
 
     def is_idle(self) -> bool:
         """Whether no message waits for a reply."""
@@ -273,9 +285,15 @@ class Connection:
             self._call = call = self._unary["Echo"].future(data, timeout=1.0, metadata=self._metadata)
         try:
             call.result()
+            if self._check is not None:
+                self._check(self)
             self.down_reason = None
         except (grpc.RpcError, grpc.FutureCancelledError):
             pass
+        except RemoteError as error:
+            if error.kind not in TRANSIENT and str(error) != self.down_reason:
+                log.warning("not used: %s", error, extra={"server": self.address})
+                self.down_reason = str(error)
         finally:
             with self._changed:
                 self._call = None

@@ -97,10 +97,10 @@ class Forwarder:
     def _send(self, request: QueuedRequest, message: Message, boundary: Boundary, servers: list[str]) -> None:
         start = perf_counter()
         try:
-            pool = ServerPool(list(map(self._connect, servers)))
+            pool = self._connect(servers)
             message.encode(boundary)
             request.timing["encode_s"] = perf_counter() - start
-            limit = min(connection.hello.max_message for connection in pool.connections)
+            limit = min(connection.hello.max_message for connection in pool.ready)
             if message.nbytes > limit:
                 raise TooLarge(f"{pool.address} accepts {size(limit)}, got a boundary of {size(message.nbytes)}")
             message.retry_until = min(monotonic() + _RESEND_FOR_S, message.deadline or inf)
@@ -110,15 +110,17 @@ class Forwarder:
         except MicrotomeError as error:
             message.reply.set_exception(error)
 
-    def _connect(self, address: str) -> Connection:
-        """Return the connection to a server, after a handshake."""
+    def _connect(self, addresses: list[str]) -> ServerPool:
+        """Return the connections to the servers of a stage, after a handshake with those that can be reached."""
         with self._lock:
-            if address not in self._connections:
-                self._connections[address] = Connection(address, self._security)
-            connection = self._connections[address]
-        if connection.hello is None:
-            handshake(connection, self._served, _HANDSHAKE_S, any_torch=True)
-        return connection
+            for address in addresses:
+                if address not in self._connections:
+                    self._connections[address] = Connection(address, self._security)
+            pool = ServerPool([self._connections[address] for address in addresses])
+        check = partial(handshake, model=self._served, timeout=_HANDSHAKE_S, any_torch=True)
+        pool.open(check)
+        pool.watch(check)
+        return pool
 
     def _on_reply(
         self,

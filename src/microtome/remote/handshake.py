@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -24,10 +25,20 @@ class ModelIdentity(Protocol):
     def fingerprint(self) -> str: ...
 
 
-def handshake(connection: Connection, model: ModelIdentity, timeout: float, *, any_torch: bool) -> Any:
+def handshake(
+    connection: Connection,
+    model: ModelIdentity,
+    timeout: float,
+    *,
+    any_torch: bool,
+    accept: Callable[[Any], None] | None = None,
+) -> Any:
     """Call `Hello`, and return the reply if the server has the same model, protocol and torch.
 
     The connection keeps the reply, too.
+
+    Args:
+        accept: Raises RemoteError if the reply is not acceptable for another reason.
     """
     request = protocol.HelloRequest(
         protocol=protocol.PROTOCOL, microtome=__version__, torch=torch.__version__, fingerprint=model.fingerprint
@@ -47,6 +58,8 @@ def handshake(connection: Connection, model: ModelIdentity, timeout: float, *, a
             "last bits. Install the same version, or allow it with any_torch=True",
             "REFUSED",
         )
+    if accept is not None:
+        accept(reply)
     connection.max_part = reply.max_part or None
     connection.hello = reply
     return reply

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from time import monotonic
 
 from microtome.errors import RemoteError
 from microtome.remote.connection import Connection
+from microtome.remote.error_kinds import TRANSIENT
 from microtome.remote.message import Message
+
+log = logging.getLogger("microtome.remote")
+
+#: Checks a server before it has requests; sets its `hello`, or raises RemoteError.
+Check = Callable[[Connection], object]
 
 #: Kinds of errors after which another server may answer.
 _ANOTHER_MAY_ANSWER = frozenset({"UNREACHABLE", "DRAINING", "OUT_OF_MEMORY"})
@@ -26,6 +33,37 @@ class ServerPool:
     def __init__(self, connections: Sequence[Connection]) -> None:
         self.connections = tuple(connections)
         self._turns = count(random.randrange(len(self.connections)))  # clients begin with different servers
+
+    def open(self, check: Check) -> None:
+        """Check the servers; leave out one of several that cannot be reached.
+
+        Raises:
+            RemoteError: A server is not accepted, or none can be reached.
+        """
+        left_out: dict[Connection, RemoteError] = {}
+        for connection in self.connections:
+            if connection.hello is None and connection.down_reason is None:
+                try:
+                    check(connection)
+                except RemoteError as error:
+                    if error.kind not in TRANSIENT:
+                        raise
+                    left_out[connection] = error
+        if not self.ready:
+            raise next(iter(left_out.values()), RemoteError(self.down_reason or "", "UNREACHABLE"))
+        for connection, reason in left_out.items():
+            connection.down_reason = str(reason)
+            log.warning("left out until it is back: %s", reason, extra={"server": connection.address})
+
+    def watch(self, check: Check) -> None:
+        """Check each of several servers again when it is back, before it has requests."""
+        for connection in self.connections if len(self.connections) > 1 else ():
+            connection.watch(check)
+
+    @property
+    def ready(self) -> list[Connection]:
+        """The servers that have been checked, so that they may have requests."""
+        return [connection for connection in self.connections if connection.hello is not None]
 
     @property
     def address(self) -> str:
@@ -47,7 +85,7 @@ class ServerPool:
         Args:
             but: A server that has just failed.
         """
-        others = [connection for connection in self.connections if connection is not but] or self.connections
+        others = [connection for connection in self.ready if connection is not but] or self.ready
         up = [connection for connection in others if connection.down_reason is None]
         return (up or others)[next(self._turns) % len(up or others)]
 
