@@ -313,6 +313,38 @@ def test_changes_of_state_that_the_example_does_not_make_are_refused() -> None:
         head(**inputs | {"memory": Memory(4), "head": True})
 
 
+class Copies(Layer):
+    """A layer that may replace a number in the state by another tensor, as one that moves it to another device does."""
+
+    adds: int | None = None
+
+    def forward(self, x: Tensor, memory: Memory) -> Tensor:
+        if self.adds is not None:
+            memory.number = memory.number + self.adds  # type: ignore[attr-defined]
+        return super().forward(x, memory)
+
+
+@torch.no_grad()
+def test_a_number_of_the_state_may_be_replaced_by_an_equal_one_before_the_cut() -> None:
+    torch.manual_seed(0)
+    model: Any = Model().eval()
+    model.layers[0] = copies = Copies(0)
+
+    def memory() -> Memory:
+        memory: Any = Memory(4)
+        memory.number = torch.tensor(7)
+        return memory
+
+    stages = mt.split(model, {"x": X, "memory": memory()}, at="layers.1")
+    copies.adds = 0
+    own = memory()
+    output = stages.session()(x=X, memory=own)
+    assert output["out"].equal(model(X, memory())["out"])
+    copies.adds = 1
+    with pytest.raises(Unsupported, match=r"the state at \.number is changed before the cut"):
+        stages.session()(x=X, memory=memory())
+
+
 class Mode(Enum):
     A = 1
 
