@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
+import re
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
+from typing import Any
 
 from microtome.errors import BuildFailed, NoMatch, describe_error
+from microtome.units import some
 
 
 @contextmanager
@@ -49,3 +54,28 @@ def line_of(error: BaseException, file: str | None) -> str:
     if isinstance(error, SyntaxError) and error.filename == file:
         lines.append(error.lineno)
     return f" (line {lines[-1]} of {Path(file).name})" if file and lines else ""
+
+
+def suggest_argument(error: BaseException, passed: Container[str]) -> str:
+    """Name the parameter nearest to an unexpected argument, or all of them; empty for any other error.
+
+    Args:
+        passed: The names of the arguments that the user passed.
+    """
+    match = re.search(r"([\w.<>]+)\(\) got an unexpected keyword argument '(\w+)'$", str(error))
+    callee = None if match is None else _find_callable(error, match[1].removesuffix(".__init__"))
+    if match is None or callee is None or match[2] not in passed:
+        return ""
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    names = [name for name, one in inspect.signature(callee).parameters.items() if one.kind in kinds]
+    near = difflib.get_close_matches(match[2], names, n=1)
+    return f". Did you mean {near[0]!r}?" if near else f". It takes {some(names, 8) or 'none'}"
+
+
+def _find_callable(error: BaseException, name: str) -> Callable[..., Any] | None:
+    """Find a class or a function by its qualified name in the frame that called it."""
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        for value in (*frame.f_locals.values(), *frame.f_globals.values()):
+            if isinstance(value, type | FunctionType) and value.__qualname__ == name:
+                return value
+    return None

@@ -376,10 +376,36 @@ def test_what_takes_no_such_argument(net: str) -> None:
         zoo.resolve(f"{net}:Net", args={"depth": 1})
     with pytest.raises(BuildFailed, match="built is a Net instance: it takes no arguments"):
         zoo.resolve(f"{net}:built", args={"width": 1})
-    with pytest.raises(BuildFailed, match="torchvision:resnet18 cannot be built: TypeError: .*'classes'"):
+    with pytest.raises(
+        BuildFailed,
+        match=r"torchvision:resnet18 cannot be built: TypeError: .*'classes'\. Did you mean 'num_classes'\?",
+    ):
         zoo.resolve("torchvision:resnet18", args={"classes": 1})
     with pytest.raises(BuildFailed, match="of hf:bert has no 'hidden_sise'. Did you mean hidden_size"):
         zoo.resolve("hf:bert", args={"hidden_sise": 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "hint"),
+    [
+        ("torchvision:resnet18", "num_class", r"Did you mean 'num_classes'\?"),
+        ("timm:resnet18", "num_class", r"Did you mean 'num_classes'\?"),
+        ("zoo:tiny-resnet", "clases", r"Did you mean 'classes'\?"),
+        ("zoo:tiny-resnet", "colour", "It takes width, classes"),
+        ("zoo:tiny-writer", "width", "It takes none"),
+    ],
+)
+def test_the_parameter_nearest_to_an_unexpected_argument_is_named(name: str, argument: str, hint: str) -> None:
+    with pytest.raises(BuildFailed, match=rf"got an unexpected keyword argument '{argument}'\. {hint}$"):
+        zoo.resolve(name, args={argument: 1})
+
+
+@pytest.mark.parametrize("text", ["torchvision.resnet18", "torchvision/resnet18", "torchvision.models.resnet18"])
+def test_a_source_and_a_name_with_another_separator_are_joined_by_a_colon(text: str) -> None:
+    with pytest.raises(NoMatch, match=rf"'{text}' is not the name of a model: .* such as 'torchvision:resnet18'$"):
+        zoo.resolve(text)
+    with pytest.raises(NoMatch, match="such as 'timm:resnet18'$"):
+        zoo.resolve("timm.resnet18")
 
 
 def test_what_is_no_module(net: str) -> None:

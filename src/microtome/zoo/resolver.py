@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from microtome.engine.argument_names import describe_arguments
 from microtome.engine.pytree import map_tensors
 from microtome.errors import BadInputs, BuildFailed, MicrotomeError, NeedsValues, NoMatch, NotAModule, describe_error
 from microtome.inputs import Inputs
-from microtome.user_code import line_of
+from microtome.user_code import line_of, suggest_argument
 from microtome.zoo.catalogue import listing
 from microtome.zoo.sources import SOURCES, python
 from microtome.zoo.sources.base import ModelSpec, seeded
@@ -25,6 +26,9 @@ _INPUT_HINT = (
     'Pass them: --input 1x3x224x224 on the command line, inputs="1x3x224x224" in Python; '
     "'1x77:int64' for tokens, 'input_ids=1x77:int64' by name, several separated by commas"
 )
+
+#: A source and a name as in torchvision.resnet18, torchvision/resnet18 and torchvision.models.resnet18.
+_OTHER_SEPARATOR = re.compile(r"(\w+)[./](?:models[./])?(.+)")
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ def resolve(
     with seeded():  # importing a file may build its model
         spec = _find(text, dict(args or {}), meta=meta)
         with seeded():
-            model = _build(text, spec, meta=meta)
+            model = _build(text, spec, args or {}, meta=meta)
             arguments = passed or _example(text, spec, model)
     if weights is not None:
         load_weights(model, weights, text, meta=meta)
@@ -143,8 +147,12 @@ def _find(text: str, args: dict[str, Any], *, meta: bool) -> ModelSpec:
 def _not_a_name(text: str, reason: str = "") -> NoMatch:
     """Return the error for a text that names no model, with similar names."""
     word = text.strip(":").rpartition(":")[2]
+    names = listing().names
+    source = _OTHER_SEPARATOR.fullmatch(text)
+    if source is not None and source[1] in SOURCES:
+        word, names = source[2], tuple(name for name in names if name.startswith(f"{source[1]}:")) or names
     full_names: dict[str, list[str]] = {}
-    for full in listing().names:
+    for full in names:
         full_names.setdefault(full.partition(":")[2], []).append(full)
     close = [word] if word in full_names else difflib.get_close_matches(word, full_names, n=1, cutoff=0.6)
     near = [full for bare in close for full in full_names[bare]]
@@ -152,14 +160,14 @@ def _not_a_name(text: str, reason: str = "") -> NoMatch:
     return NoMatch(f"{text!r} is not the name of a model: expected SOURCE:NAME, such as {such}{reason}")
 
 
-def _build(text: str, spec: ModelSpec, *, meta: bool) -> nn.Module:
+def _build(text: str, spec: ModelSpec, args: Mapping[str, Any], *, meta: bool) -> nn.Module:
     try:
         with torch.device("meta" if meta else "cpu"):
             model = spec.build()
     except MicrotomeError:
         raise
     except (Exception, SystemExit) as error:
-        reason = f"{describe_error(error)}{line_of(error, spec.file)}"
+        reason = f"{describe_error(error)}{line_of(error, spec.file)}{suggest_argument(error, args)}"
         if meta:
             raise NeedsValues(f"{text} cannot be built on the meta device: {reason}. Try it without meta") from error
         raise BuildFailed(f"{text} cannot be built: {reason}") from error

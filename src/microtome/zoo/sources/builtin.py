@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -54,7 +53,7 @@ def find(name: str, args: dict[str, Any]) -> ModelSpec:
         hint = f"Did you mean {near[0]!r}? " if near else ""
         raise NoMatch(f"the zoo has no model {name!r}. {hint}It has: {', '.join(_MODELS)}.")
     model_class, example = _MODELS[name]
-    return ModelSpec(partial(model_class, **args), lambda _: example())
+    return ModelSpec(lambda: model_class(**args), lambda _: example())
 
 
 def build(name: str, *, seed: int = 0) -> tuple[nn.Module, Inputs]:
