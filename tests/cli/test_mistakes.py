@@ -42,6 +42,10 @@ MISTAKES = [
     ("graph zoo:tiny-vit", r"expected an output: --svg F or --dot F"),
     ("split zoo:tiny-vit --at blocks.0", r"Missing option '--to'"),
     ("split zoo:tiny-vit --at auto --to parts", r"--at auto is for microtome run: microtome plan finds the best cut"),
+    (
+        "generate zoo:tiny-writer --prompt a --at auto",
+        r"'auto' needs .* the link: pass the address of a cut that microtome",
+    ),
     ("diff p.json p.json --fail-over macs=5", r"expected a percentage of at least 0, such as macs=5%, got 'macs=5'"),
     # -- models
     (

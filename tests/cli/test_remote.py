@@ -80,6 +80,27 @@ def test_ping_says_who_answers_and_how_fast_the_way_is(server: Server) -> None:
     assert max(map(len, output.splitlines())) <= 80
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--server {0} --at auto --at layer2", "'auto' chooses one cut, and cannot be among others"),
+        ("--server {0} --server {0}", "expected 2 cuts for 2 servers, got at='auto', which chooses one"),
+    ],
+)
+def test_an_automatic_cut_beside_others_is_refused_with_the_option(server: Server, words: str, message: str) -> None:
+    result = call("run", MODEL, *words.format(server.address).split())
+    assert result.exit_code == 2
+    assert message in result.output
+    assert "name every cut, each with --at, or use one server" in result.output
+
+
+@pytest.mark.filterwarnings("default:left out")
+def test_a_server_that_is_down_at_the_start_is_named_once(server: Server) -> None:
+    result = good("run", MODEL, "--server", f"{server.address},127.0.0.1:1", "--at", "layer1", "--repeat", 3)
+    assert result.stderr.count("127.0.0.1:1 cannot be reached") == 1
+    assert "Warning: left out until it is back: 127.0.0.1:1 cannot be reached" in result.stderr
+
+
 def test_ping_of_a_port_of_another_program_names_it() -> None:
     class Quiet(BaseHTTPRequestHandler):
         def log_message(self, *_: object) -> None:

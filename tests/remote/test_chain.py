@@ -455,8 +455,14 @@ def test_mistakes_are_explained_before_anything_is_computed(
         connected(model, x, a, b, a)
     with pytest.raises(BadQuery, match="expected 1 server for 1 cut, got 2"):
         connected(model, x, a, b, at="stem")
-    with pytest.raises(BadQuery, match="expected 2 cuts for 2 servers, got at='auto'"):
+    with pytest.raises(BadQuery, match=r"expected 2 cuts for 2 servers, got at='auto', .*: name every cut, at=\[…\]"):
         connected(model, x, a, b, at="auto")
+    for servers in ([a], [a, b]):
+        with pytest.raises(BadQuery, match=r"'auto' chooses one cut, and cannot be among others: name every cut, at="):
+            connected(model, x, *servers, at=["auto", "layer2"])
+    for several in ([a, b], (a, b)):
+        with pytest.raises(BadQuery, match=r"expected one address as server=, got .*: pass several as servers=\[…\]"):
+            mt.connect(model, x, server=several, at=CUTS)  # type: ignore[arg-type]
     with pytest.raises(NoMatch, match="layer9"):
         connected(model, x, a, b, at=["stem", "layer9"])
     with pytest.raises(BadQuery, match="expected server= for one server, or servers= for several, got both"):

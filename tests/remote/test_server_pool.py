@@ -46,6 +46,9 @@ def other_model() -> tuple[nn.Module, Tensor]:
     return model, x
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:left out until it is back")
+
+
 def connected(model: nn.Module, x: Tensor, *servers: Any, **options: Any) -> Remote:
     return mt.connect(model, x, servers=servers, **{"fallback": None, "codec": "raw", "at": "layer1", **options})
 
@@ -70,12 +73,18 @@ def test_a_server_that_is_down_at_the_start_is_left_out_until_it_is_back(
     resnet: tuple[nn.Module, Tensor], up: Server, down: str, caplog: pytest.LogCaptureFixture, *, is_first: bool
 ) -> None:
     stage = [down, up.address] if is_first else [up.address, down]
-    with connected(*resnet, stage, up.address, at=CUTS) as remote:
-        assert f"left out until it is back: {down} cannot be reached" in caplog.text
+    left_out = f"left out until it is back: {down} cannot be reached"
+    with pytest.warns(RuntimeWarning, match=left_out):
+        remote = connected(*resnet, stage, up.address, at=CUTS)
+    with remote:
+        assert left_out in caplog.text
+        (reason,) = remote.down_reasons
+        assert reason.startswith(f"{down} cannot be reached")
         assert answering(remote, *resnet) == {up.address}
         with mt.serve(*resnet, listen=down):
             until(lambda: is_up(remote, down))
             assert answering(remote, *resnet) == {up.address, down}
+            assert remote.down_reasons == []
 
 
 @torch.no_grad()

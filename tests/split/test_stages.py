@@ -601,7 +601,7 @@ def test_places_that_are_no_cuts() -> None:
     model, x = zoo.build("tiny-resnet")
     for at, error, message in [
         ("", BadQuery, r"the exit of the model itself is no cut"),
-        ("auto", BadQuery, r"needs to know the devices and the link"),
+        ("auto", BadQuery, r"needs to know the devices and the link: pass a plan, at=mt.plan"),
         (["layer1", "layer1"], BadQuery, r"the cut at 'layer1' is named twice"),
         ([], BadQuery, r"expected where to cut"),
         (3, BadQuery, r"expected where to cut"),

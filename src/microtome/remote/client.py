@@ -81,6 +81,12 @@ class Remote:
         return self.servers[0]
 
     @property
+    def down_reasons(self) -> list[str]:
+        """Why servers are not used, each with its address."""
+        reasons = (connection.down_reason for pool in self._chain.pools for connection in pool.connections)
+        return [reason for reason in reasons if reason is not None]
+
+    @property
     def route(self) -> Route:
         """The current cut and codec."""
         return self._route if self._autotuner is None else self._autotuner.route

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from microtome.remote.request import RequestOptions, Route
 from microtome.remote.security import Security
 from microtome.remote.server_pool import Check, ServerPool
 from microtome.remote.stage_ref import StageRef, describe_stage
+from microtome.results.metrics import advise
 from microtome.results.plan import Plan
 from microtome.split.boundary.codecs import parse_codec
 from microtome.split.stage import Stage
@@ -105,13 +107,14 @@ def connect(
         raise BadQuery(f"expected a deadline of more than 0 seconds, got {deadline!r}")
     stages = _check_servers(inputs, server, servers)
     cuts, stages = _resolve_plan(at, stages)
+    _check_auto(cuts, len(stages) if isinstance(model, nn.Module) else 1)
     security = Security(tls, ca, cert, key, token, server_name)
     chain = _open_chain(stages, security)
     try:
         local = LocalModel(model, inputs)
         check = partial(handshake, model=local, any_torch=any_torch)
-        for pool in chain.pools:
-            pool.open(partial(check, timeout=timeout))
+        for reason in (reason for pool in chain.pools for reason in pool.open(partial(check, timeout=timeout))):
+            warnings.warn(f"left out until it is back: {reason}", RuntimeWarning, stacklevel=2)
         route = _choose_route(local, chain, cuts, codec)
         routes = route.routes if isinstance(route, Autotuner) else (route,)
         for hop, pool in enumerate(chain.pools):
@@ -129,6 +132,8 @@ def connect(
 def _check_servers(inputs: Any, server: str | None, servers: Sequence[Servers] | None) -> list[tuple[str, ...]]:
     """Return the addresses of the servers of each stage."""
     if servers is None:
+        if isinstance(server, list | tuple):
+            raise BadQuery(f"expected one address as server=, got {server!r}: pass several as servers=[…]")
         if error := explain_endpoint(server):
             if not isinstance(server, str) and isinstance(inputs, str) and not explain_endpoint(inputs):
                 raise BadQuery(f"expected inputs before the address, as in mt.connect(model, x, {inputs!r:.80})")
@@ -140,6 +145,18 @@ def _check_servers(inputs: Any, server: str | None, servers: Sequence[Servers] |
     if isinstance(servers, str) or not servers or not all(servers):
         raise BadQuery(f"expected a list of the servers of each stage, such as ['a:7070', 'b:7070'], got {servers!r}")
     return [(stage,) if isinstance(stage, str) else tuple(stage) for stage in servers]
+
+
+def _check_auto(at: Any, servers: int) -> None:
+    """Raise if the one cut that `"auto"` chooses is not all that is asked for."""
+    name_all = advise("name every cut, at=[…]", "name every cut, each with --at")
+    if isinstance(at, list | tuple) and "auto" in at and len(at) > 1:
+        raise BadQuery(f"'auto' chooses one cut, and cannot be among others: {name_all}, or use one server and 'auto'")
+    if isinstance(at, str) and at == "auto" and servers > 1:
+        raise BadQuery(
+            f"expected {servers} cuts for {servers} servers, got at='auto', which chooses one: {name_all}, or use one "
+            "server"
+        )
 
 
 def _resolve_plan(at: Any, stages: list[tuple[str, ...]]) -> tuple[Any, list[tuple[str, ...]]]:
@@ -176,8 +193,6 @@ def _choose_route(local: LocalModel, chain: Chain, at: Any, codec: str) -> Route
     connection = chain.pools[0].ready[0]
     splitter = local.splitter if local.is_whole else None
     if splitter is not None and isinstance(at, str) and at == "auto":
-        if len(chain.pools) > 1:
-            raise BadQuery(f"expected {len(chain.pools)} cuts for {len(chain.pools)} servers, got at='auto'")
         served = set.intersection(*(set(one.hello.cuts) for one in chain.pools[0].ready))
         return autotune(splitter, connection, codecs, [cut for cut in connection.hello.cuts if cut in served])
     first, *later = local.resolve_cuts(at)

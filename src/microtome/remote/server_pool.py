@@ -34,8 +34,8 @@ class ServerPool:
         self.connections = tuple(connections)
         self._turns = count(random.randrange(len(self.connections)))  # clients begin with different servers
 
-    def open(self, check: Check) -> None:
-        """Check the servers; leave out one of several that cannot be reached.
+    def open(self, check: Check) -> list[str]:
+        """Check the servers; leave out those that cannot be reached if others can, and return why.
 
         Raises:
             RemoteError: A server is not accepted, or none can be reached.
@@ -54,6 +54,7 @@ class ServerPool:
         for connection, reason in left_out.items():
             connection.down_reason = str(reason)
             log.warning("left out until it is back: %s", reason, extra={"server": connection.address})
+        return [str(reason) for reason in left_out.values()]
 
     def watch(self, check: Check) -> None:
         """Check each of several servers again when it is back, before it has requests."""

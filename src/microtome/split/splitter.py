@@ -16,6 +16,7 @@ from microtome.engine.selectors import check_model
 from microtome.errors import BadQuery, describe_value
 from microtome.inputs import Inputs
 from microtome.results.cuts import Cut, Cuts
+from microtome.results.metrics import advise
 from microtome.split.analysis.analysis import Analysis, analyze
 from microtome.split.analysis.call_arguments import state_objects_in
 from microtome.split.analysis.structure_spec import Example, SplitSpec, TensorSpec, flatten
@@ -221,7 +222,8 @@ def _choose_cuts(cuts: Cuts, at: Any) -> list[Cut]:
             f"{describe_value(next((name for name in names if not isinstance(name, str | Cut)), at))}"
         )
     if "auto" in names:
-        raise BadQuery("at='auto' needs to know the devices and the link: give a plan, plan=mt.plan(mt.cuts(…), …)")
+        plan = advise("pass a plan, at=mt.plan(mt.cuts(…), …)", "pass the address of a cut that microtome plan finds")
+        raise BadQuery(f"at='auto' needs to know the devices and the link: {plan}")
     if "" in names:
         raise BadQuery("the exit of the model itself is no cut: nothing would be left for the tail")
     addresses = (name.at if isinstance(name, Cut) else str(name) for name in names)

@@ -101,7 +101,7 @@ def run(
     with remote, open_tensors(to) as write_output, show_progress(f"running {model.name}") as progress:
         with wrap_model_errors(resolved):
             _warm_up(remote, example, warmup)
-        began = len(remote.history)
+        began, known = len(remote.history), remote.down_reasons
         with _measure_energy(example) as energy:
             start = perf_counter()
 
@@ -110,6 +110,7 @@ def run(
 
             requests, samples = _stream(remote, items, window, write_output, update, resolved)
             wall_s = perf_counter() - start
+        down = [f"not used: {reason}" for reason in remote.down_reasons if reason not in known]
         moves = cut_moves(remote.history[0 if began == 1 else began :])
     log = RequestLog(
         model=remote.server.model,
@@ -124,6 +125,7 @@ def run(
         **energy,
     )
     outputs.write_result(log, perfetto=log.to_perfetto)
+    print_notes(down)
     if to is not None:
         click.echo(f"written: {describe_tensors(to)}", err=True)
 
