@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 
+import pytest
 from click.testing import CliRunner
 
 from microtome.cli import main
@@ -56,6 +57,14 @@ def test_a_source_that_fails_is_missing_with_its_reason() -> None:
     assert works == []
     assert [(item.name, item.reason) for item in missing] == [("rapl", "no folder"), ("steps", "it is broken")]
     assert source.closed
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_the_doctor_wraps_its_lines_in_the_width_of_the_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    lines = CliRunner().invoke(main, ["doctor"]).output.splitlines()
+    assert 18 < max(map(len, lines)) <= width
+    assert "works  perf_counter" in "\n".join(lines)
 
 
 def test_the_doctor_speaks_and_writes() -> None:

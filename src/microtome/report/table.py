@@ -266,15 +266,17 @@ def text(report: Report) -> str:
     Columns are dropped only where the width is known: on a terminal, or with COLUMNS.
     """
     is_terminal = sys.stdout.isatty()
-    if is_terminal or "COLUMNS" in os.environ:
-        width = shutil.get_terminal_size().columns
-    else:
-        width = max([_WIDTH, *(_Layout(table, sys.maxsize).width for table in report.tables)])
+    width = text_width() or max([_WIDTH, *(_Layout(table, sys.maxsize).width for table in report.tables)])
     file = io.StringIO()
     # In a Jupyter kernel, a console would display the report and write nothing to the file.
     console = Console(file=file, width=width, force_terminal=is_terminal, force_jupyter=False, legacy_windows=False)
     console.print(report)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+
+def text_width() -> int | None:
+    """Return the width of the terminal, or COLUMNS; None: the standard output is a file or a pipe."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() or "COLUMNS" in os.environ else None
 
 
 class _Layout:

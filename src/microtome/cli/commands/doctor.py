@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -18,6 +20,9 @@ from microtome.units import seconds
 if TYPE_CHECKING:
     from microtome.devices.machine import Checkup
     from microtome.devices.meters import Missing
+
+#: The least width of a line, for a narrower terminal.
+_LEAST = 40
 
 
 @click.command(cls=Command)
@@ -43,10 +48,19 @@ def doctor(*, outputs: Outputs) -> None:
 
 
 def _lines(machine: dict[str, str], works: list[Checkup], missing: list[Missing]) -> Iterator[str]:
-    yield from (f"{name:>16}  {value}" for name, value in machine.items())
+    yield from (_wrap(name, value) for name, value in machine.items())
     yield ""
     for item in works:
         changes = "did not change" if item.period_s is None else f"changes every {seconds(item.period_s)}"
-        yield f"           works  {item.name}: {item.what}; a reading takes {seconds(item.read_s)}; {changes}"
+        yield _wrap("works", f"{item.name}: {item.what}; a reading takes {seconds(item.read_s)}; {changes}")
     for gone in missing:
-        yield f"         missing  {gone.name}: {gone.reason}\n                  {gone.fix}"
+        yield _wrap("missing", f"{gone.name}: {gone.reason}")
+        yield _wrap("", gone.fix)
+
+
+def _wrap(label: str, text: str) -> str:
+    """Return a label and a text beside it, within the width of the terminal."""
+    from microtome.report.table import text_width
+
+    width = max(text_width() or sys.maxsize, _LEAST)
+    return textwrap.fill(text, width, initial_indent=f"{label:>16}  ", subsequent_indent=" " * 18)
