@@ -10,6 +10,7 @@ from pathlib import Path
 import microtome
 from microtome.report import find_renderer
 from microtome.results.base import _KINDS
+from tests.files.samples import samples
 
 ROOT = Path(microtome.__file__).parent
 
@@ -41,6 +42,20 @@ def test_every_form_that_is_asked_for_has_a_renderer() -> None:
         "pictures.attention.plot",
     }
     assert all(callable(find_renderer(form)) for form in forms)
+
+
+def test_every_cell_of_a_csv_file_is_a_number_or_a_text(tmp_path: Path) -> None:
+    known = {kind: sample for kind, sample in samples(tmp_path).items() if kind in _KINDS}
+    assert {"profile", "plan", "run", "sweep"} <= known.keys()
+    for kind, sample in known.items():
+        records = find_renderer(f"{kind}.records")(microtome.load(sample.file))
+        nested = {
+            (kind, name): value
+            for record in records
+            for name, value in record.items()
+            if not isinstance(value, str | int | float | None)
+        }
+        assert not nested
 
 
 def test_reports_are_not_imported_before_a_result_is_rendered() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from datetime import datetime
 from functools import partial
 from typing import Any, NamedTuple
 
 from microtome.addresses import INPUT
 from microtome.report.table import Column, Medium, Report, Table
-from microtome.results.requests import CutMove, Percentiles, RequestLog, record
+from microtome.results.requests import CutMove, Percentiles, RequestLog, RequestRecord, record
 from microtome.units import UNKNOWN, joules, plural, ratio, seconds, size, write
 
 #: The most reasons and moves in the notes.
@@ -39,8 +40,16 @@ def report(log: RequestLog, medium: Medium = "terminal") -> Report:
 
 
 def records(log: RequestLog) -> list[dict[str, Any]]:
-    """Return a record for each request."""
-    return list(map(record, log.requests))
+    """Return a record for each request, with the phases of each stage of a chain in columns such as `run_s from X`."""
+    return list(map(_flat, log.requests))
+
+
+def _flat(sent: RequestRecord) -> dict[str, Any]:
+    flat = {name: value for name, value in record(sent).items() if name not in ("later", "hops")}
+    flat["at"] = None if sent.at is None else place(sent.at, later=sent.later)
+    for hop in sent.hops:
+        flat |= {f"{name} from {hop.at or INPUT}": value for name, value in asdict(hop).items() if name != "at"}
+    return flat
 
 
 def place(at: str | None, codec: str = "raw", later: Sequence[str] = ()) -> str:
