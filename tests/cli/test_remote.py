@@ -261,12 +261,12 @@ def test_a_chain_runs_over_two_servers_and_each_stage_has_a_row(
     log = mt.load(tmp_path / "r.json")
     assert [hop.at for hop in log.requests[0].hops] == ["stem", "layer1.0.relu#0"]
     assert text(log) in result.output
-    (row,) = csv.DictReader(io.StringIO((tmp_path / "r.csv").read_text()))
-    assert row["at"] == "stem → layer1.0.relu#0"
-    assert row["server from stem"] == server.address
-    hops = [float(row[f"run_s from {at}"]) for at in ("stem", "layer1.0.relu#0")]
-    assert float(row["tail_s"]) == pytest.approx(sum(hops))
-    assert not {"hops", "later"} & row.keys()
+    (sent,) = csv.DictReader(io.StringIO((tmp_path / "r.csv").read_text()))
+    assert sent["at"] == "stem → layer1.0.relu#0"
+    assert sent["server from stem"] == server.address
+    hops = [float(sent[f"run_s from {at}"]) for at in ("stem", "layer1.0.relu#0")]
+    assert float(sent["tail_s"]) == pytest.approx(sum(hops))
+    assert not {"hops", "later"} & sent.keys()
 
 
 def test_the_first_and_the_last_stage_run_here_with_one_server_less(server: Server, data: Path, tmp_path: Path) -> None:
