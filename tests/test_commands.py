@@ -129,7 +129,8 @@ def test_a_server_is_set_up_and_asked_as_the_manual_says(folder: Path) -> None:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     written = [smaller(command) for command in commands(DOCS / "how-to" / "serve.md")]
     every = [one.replace("10.0.0.5:7070", address).replace("10.0.0.5", "127.0.0.1") for one in written]
-    serve, ping, ask = (command for command in every if command.startswith("microtome "))
+    # Those of a chain need stages in a folder.
+    serve, ping, ask = (one for one in every if one.startswith("microtome ") and "--stages" not in one)
     made = "\n".join(command for command in every if not command.startswith("microtome "))
     python = f'python() {{ {sys.executable} "$@"; }}\n'
     run(["bash", "-euc", python + made], folder)

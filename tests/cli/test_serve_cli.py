@@ -34,7 +34,7 @@ def serving(*words: Any) -> Iterator[tuple[subprocess.Popen[str], str]]:
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
-        found = re.search(r"is served at (\S+), \d+ cuts?", line)
+        found = re.search(r"is served at (\S+), (?:\d+ cut|stage \d)", line)
         assert found is not None, f"{line!r}: {process.communicate(timeout=120)}"
         yield process, found[1]
     finally:
