@@ -73,6 +73,7 @@ UNCHECKED = {
     "is_dynamo_imported": "reads sys.modules",
     "is_functorch_wrapped": "needs functorch, which is slow to import",
     "is_profiler_enabled": "needs a profiler, which is slow to start",
+    "make_fx": "captures graphs alone, which are compared with the stage",
     "mode_flags": "a missing flag is not restored",
     "own_buffers": "is checked as `_buffers`",
     "own_children": "is checked as `_modules`",
