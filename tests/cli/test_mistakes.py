@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -95,6 +96,18 @@ MISTAKES = [
     ("profile zoo:tiny-vit --json none/p.json", r"cannot write 'none/p.json': .*: create the folder 'none' first"),
     ("report p.json -o none/page.html", r"cannot write 'none/page.html': .*: create the folder 'none' first"),
     ("profile zoo:tiny-vit --batch 8", r"No such option '--batch'\. The batch is the first size of .* --input 8x3"),
+    ("top zoo:tiny-vit --sort macs", r"No such option '--sort'\. It ranks layers by every metric; .* has --sort\.$"),
+    ("top zoo:tiny-vit --top 5", r"No such option '--top'\. The number of layers is -n\.$"),
+    ("serve zoo:tiny-vit --port 8080", r"No such option '--port'\. .*: --listen 127\.0\.0\.1:8080\.$"),
+    ("profile zoo:tiny-vit --port 8080", r"No such option:? '?--port'?\.?$"),
+    ("profile zoo:tiny-vit --gpu", r"No such option '--gpu'\. Name the device: --device cuda\.$"),
+    ("profile zoo:tiny-vit --dept 2", r"No such option:? '?--dept'?\.? Did you mean '?--depth'?\?"),
+    ("profile zoo:tiny-vit 1x3x32x32", r"extra argument \(1x3x32x32\)\. Did you mean --input 1x3x32x32\?$"),
+    ("generate zoo:tiny-writer 'Each stage'", r"\(Each stage\)\. Did you mean --prompt 'Each stage'\?$"),
+    ("profile zoo:tiny-vit blocks.0", r"Got unexpected extra argument \(blocks\.0\)$"),
+    ("profile zoo:tiny-vit --depth 0.5", r"'--depth': expected a whole number of 0 or more, got '0\.5'$"),
+    ("top zoo:tiny-vit -n two", r"expected a whole number of 1 or more, got 'two'$"),
+    ("profile zoo:tiny-vit --time --budget much", r"'--budget': expected a number, got 'much'$"),
     ("report p.json --html page.html", r"No such option '--html'\. .* write it with -o FILE"),
     ("report p.json -o page.html --htm x", r"No such option:? '?--htm'?"),
     ("split zoo:tiny-vit --at blocks.0 --to p.json", r"Invalid value for '--to': .* 'p.json' is a file"),
@@ -138,7 +151,7 @@ def test_a_mistake_is_named_with_what_to_do(
 ) -> None:
     monkeypatch.chdir(folder)
     before = set(folder.rglob("*"))
-    result = CliRunner().invoke(main, line.split())
+    result = CliRunner().invoke(main, shlex.split(line))
     assert (result.exit_code, result.stdout) == (2, "")
     assert re.search(message, result.stderr, re.DOTALL), result.stderr
     assert "Traceback" not in result.stderr

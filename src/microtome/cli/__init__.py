@@ -16,6 +16,7 @@ from microtome import __version__
 from microtome.cli import completion
 from microtome.cli.interrupts import translate_interrupts
 from microtome.cli.progress import print_warnings
+from microtome.cli.usage_errors import explain_usage_error
 from microtome.errors import MicrotomeError, sanitize_text
 from microtome.results.metrics import on_command_line
 
@@ -90,26 +91,10 @@ class _Commands(click.Group):
                 return super().invoke(ctx)
         except BrokenPipeError:  # click exits quietly
             raise
-        except click.NoSuchOption as error:
-            raise _name_other_option(error) from error
+        except click.UsageError as error:
+            raise explain_usage_error(error) from error
         except (MicrotomeError, OSError) as error:
             raise _CommandError(sanitize_text(str(error), keep="\n")) from error
-
-
-#: Options of other commands: the option that a command must have, and what to write there instead.
-_OTHER_OPTIONS = {
-    "--batch": ("--input", "The batch is the first size of the input: --input 8x3x224x224."),
-    "--html": ("--output", "The page is an HTML page: write it with -o FILE."),
-}
-
-
-def _name_other_option(error: click.NoSuchOption) -> click.UsageError:
-    """Add to the error of an unknown option which one does the same in this command."""
-    needed, hint = _OTHER_OPTIONS.get(error.option_name, ("", ""))
-    options = [] if error.ctx is None else [option for one in error.ctx.command.params for option in one.opts]
-    if needed not in options:
-        return error
-    return click.UsageError(f"No such option {error.option_name!r}. {hint}", error.ctx)
 
 
 _SETTINGS = {"help_option_names": ["-h", "--help"], "show_default": True}

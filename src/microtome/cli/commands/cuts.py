@@ -9,6 +9,7 @@ import click
 
 from microtome.cli.interrupts import import_torch
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
+from microtome.cli.options.numbers import WholeNumber
 from microtome.cli.options.outputs import Outputs, output_options
 from microtome.cli.options.prompt import check_prompt, find_cuts, prefill_option
 from microtome.cli.options.repetition import Command
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 @click.command(cls=Command)
 @model_options("meta")
 @prefill_option("Price a prompt of N tokens of a language model, and each token after it.")
-@click.option("--depth", type=click.IntRange(min=1), metavar="N", help="Show cuts at calls up to this depth.")
+@click.option("--depth", type=WholeNumber(1), metavar="N", help="Show cuts at calls up to this depth.")
 @click.option("--all", "every", is_flag=True, help="Show every cut.")
 @click.option("--best", type=click.Choice(list(get_args(By))), help="Show details of the cut with the least of this.")
 @output_options("json", "csv", "md")

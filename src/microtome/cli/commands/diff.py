@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from microtome.cli.completion import complete_file
+from microtome.cli.options.numbers import WholeNumber
 from microtome.cli.options.outputs import Outputs, output_options
 from microtome.cli.options.repetition import Command
 from microtome.errors import BadFile, BadQuery
@@ -60,8 +61,8 @@ class _DiffCommand(Command):
 @click.argument("after", metavar="B.json", shell_complete=complete_file)
 @click.option("--fail-over", "limits", multiple=True, metavar="NAME=N%...", callback=_parse_limits, help=_FAIL_OVER)
 @click.option("--all", "expand", is_flag=True, help="Show each call inside added and removed modules.")
-@click.option("--depth", type=click.IntRange(min=1), metavar="N", help=_DEPTH)
-@click.option("--top", type=click.IntRange(min=1), metavar="K", help="Show the K layers with the largest changes.")
+@click.option("--depth", type=WholeNumber(1), metavar="N", help=_DEPTH)
+@click.option("--top", type=WholeNumber(1), metavar="K", help="Show the K layers with the largest changes.")
 @output_options("json", "csv", "md")
 @click.pass_context
 def diff(

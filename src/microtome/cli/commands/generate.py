@@ -13,6 +13,7 @@ import click
 from microtome.cli.interrupts import Interrupted, import_torch
 from microtome.cli.options.connection import check_server, connection_options
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
+from microtome.cli.options.numbers import Number, WholeNumber
 from microtome.cli.options.outputs import Outputs, output_options
 from microtome.cli.options.repetition import Command, list_option
 from microtome.cli.progress import print_notes, show_progress
@@ -52,19 +53,19 @@ def _parse_ids(context: click.Context, parameter: click.Parameter, text: str | N
 @model_options("weights", "device")
 @click.option("--prompt", metavar="TEXT", help="Text to continue, for a model with a tokenizer.")
 @list_option("--ids", metavar="1,2,3", callback=_parse_ids, help="Tokens to continue, in place of --prompt.")
-@click.option("--tokens", type=click.IntRange(min=1), default=50, metavar="N", help="Maximum number of new tokens.")
+@click.option("--tokens", type=WholeNumber(1), default=50, metavar="N", help="Maximum number of new tokens.")
 @click.option("--at", metavar="ADDRESS", help=_AT)
 @click.option("--server", metavar="HOST:PORT", callback=check_server, help="Run the tail on this server.")
 @click.option("--codec", metavar="NAME", help="Codec of the boundary, such as raw or fp16 (default: auto).")
 @click.option("--no-fallback", is_flag=True, help=_NO_FALLBACK)
 @click.option(
     "--temperature",
-    type=click.FloatRange(min=0),
+    type=Number(min=0),
     default=0.0,
     metavar="T",
     help="Draw tokens at this temperature; 0: choose the most probable.",
 )
-@click.option("--top-k", type=click.IntRange(min=1), metavar="K", help="Draw among the K most probable tokens.")
+@click.option("--top-k", type=WholeNumber(1), metavar="K", help="Draw among the K most probable tokens.")
 @click.option("--seed", type=int, metavar="N", help="Seed of the draws (default: another one each time).")
 @output_options("json")
 @connection_options

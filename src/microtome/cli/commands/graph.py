@@ -9,6 +9,7 @@ import click
 
 from microtome.cli.interrupts import import_torch
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
+from microtome.cli.options.numbers import WholeNumber
 from microtome.cli.options.outputs import Outputs, output_options
 from microtome.cli.options.repetition import Command
 from microtome.cli.progress import show_progress
@@ -24,7 +25,7 @@ _DEPTH = "Draw calls up to this depth (default: as deep as fits)."
 @click.command(cls=Command)
 @model_options("meta")
 @output_options("svg", "dot")
-@click.option("--depth", type=click.IntRange(min=0), metavar="N", help=_DEPTH)
+@click.option("--depth", type=WholeNumber(0), metavar="N", help=_DEPTH)
 @click.option("--at", metavar="ADDRESS", help="Draw this cut, an address that `microtome cuts` lists.")
 def graph(*, model: ModelOptions, depth: int | None, at: str | None, outputs: Outputs) -> None:
     """Draw the calls of a model, and the bytes of the tensors between them, if possible without running the model.

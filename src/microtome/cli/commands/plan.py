@@ -11,6 +11,7 @@ from microtome.cli.completion import complete_file
 from microtome.cli.interrupts import import_torch
 from microtome.cli.options.choices import OBJECTIVES
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
+from microtome.cli.options.numbers import Number, WholeNumber
 from microtome.cli.options.outputs import Outputs, output_options
 from microtome.cli.options.prompt import check_prompt, find_cuts
 from microtome.cli.options.repetition import Command
@@ -76,7 +77,7 @@ _COSTS = "Read the costs of codecs from this file, such as edge=F.json; repeatab
 @click.option("--bandwidth", required=True, metavar="B", help="Bandwidth of the link, such as 20Mbps or 2MB/s.")
 @click.option("--rtt", default="0s", metavar="T", help="Round-trip time of the link, such as 15ms.")
 @click.option("--jitter", default="0s", metavar="T", help="Jitter of the link, such as 2ms.")
-@click.option("--joules-per-byte", type=click.FloatRange(min=0), metavar="J", help="Energy of the edge's radio.")
+@click.option("--joules-per-byte", type=Number(min=0), metavar="J", help="Energy of the edge's radio.")
 @click.option("--tokens", metavar="PROMPT,NEW", callback=_parse_tokens, help=_TOKENS)
 @click.option("--objective", type=click.Choice(OBJECTIVES), default="latency", help="What to optimize.")
 @click.option("--limit", "limits", multiple=True, metavar="edge=512MB", callback=_parse_sides, help=_LIMIT)
@@ -85,7 +86,7 @@ _COSTS = "Read the costs of codecs from this file, such as edge=F.json; repeatab
     "--codec", "codecs", multiple=True, default=("raw",), metavar="A,B,…", callback=_split_codecs, help=_CODEC
 )
 @click.option("--codec-costs", "costs", multiple=True, metavar="edge=F", callback=_parse_sides, help=_COSTS)
-@click.option("--top", type=click.IntRange(min=1), metavar="K", help=_TOP)
+@click.option("--top", type=WholeNumber(1), metavar="K", help=_TOP)
 @output_options("json", "csv", "md", "measure_codecs", "perfetto")
 def plan(
     *,

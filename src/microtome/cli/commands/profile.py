@@ -12,6 +12,7 @@ import click
 from microtome.cli.interrupts import import_torch
 from microtome.cli.options.choices import CONVENTIONS, DEVICE_TIMES, SOURCES
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
+from microtome.cli.options.numbers import Number, WholeNumber
 from microtome.cli.options.outputs import Outputs, check_opened, open_option, open_page, output_options
 from microtome.cli.options.prompt import check_prompt, make_prompt, prefill_option
 from microtome.cli.options.repetition import Command, list_option
@@ -35,11 +36,11 @@ _ENERGY_MODEL = "Estimate energy from coefficients in joules, such as flop=0.5e-
 
 @click.command(cls=Command)
 @model_options("weights", "meta", "device")
-@click.option("--depth", type=click.IntRange(min=0), help="Show and measure calls up to this depth.")
-@click.option("--granularity", type=click.IntRange(min=1), help="Show calls of this height; 1 for single layers.")
+@click.option("--depth", type=WholeNumber(0), help="Show and measure calls up to this depth.")
+@click.option("--granularity", type=WholeNumber(1), help="Show calls of this height; 1 for single layers.")
 @click.option("--by", type=click.Choice(["module", "type", "op"]), help="Group by module, module type or operator.")
 @click.option("--sort", metavar="COLUMN", help=_SORT)
-@click.option("--top", type=click.IntRange(min=1), metavar="K", help="Show the first K rows, also in files.")
+@click.option("--top", type=WholeNumber(1), metavar="K", help="Show the first K rows, also in files.")
 @list_option("--columns", metavar="A,B,…", help="Show these columns, such as params,macs,time.")
 @click.option("--all", "expand", is_flag=True, help="Show each of several identical blocks.")
 @click.option("--convention", type=click.Choice(CONVENTIONS), default="microtome", help="What counts as a FLOP.")
@@ -52,11 +53,9 @@ _ENERGY_MODEL = "Estimate energy from coefficients in joules, such as flop=0.5e-
 @click.option("--memory", is_flag=True, help="Measure peak memory.")
 @click.option("--energy", is_flag=True, help="Measure the energy of each call, if there is a sensor.")
 @click.option("--load", is_flag=True, help="Sample the utilization of CPU, GPU and memory.")
-@click.option("--warmup", type=click.IntRange(min=0), metavar="N", help=_WARMUP)
-@click.option("--repeat", type=click.IntRange(min=3), default=30, help="Measured passes.")
-@click.option(
-    "--budget", "budget_s", type=click.FloatRange(min=0, min_open=True), default=20.0, metavar="S", help=_BUDGET
-)
+@click.option("--warmup", type=WholeNumber(0), metavar="N", help=_WARMUP)
+@click.option("--repeat", type=WholeNumber(3), default=30, help="Measured passes.")
+@click.option("--budget", "budget_s", type=Number(min=0, min_open=True), default=20.0, metavar="S", help=_BUDGET)
 @click.option("--device-time", type=click.Choice(DEVICE_TIMES), default="kernels", help="How to time a GPU.")
 @click.option("--energy-method", type=click.Choice(["share", "replay"]), default="share", help=_ENERGY_METHOD)
 @list_option("--energy-model", metavar="COEFFICIENTS", help=_ENERGY_MODEL)

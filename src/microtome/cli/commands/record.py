@@ -13,6 +13,7 @@ import click
 from microtome.cli.completion import complete_file
 from microtome.cli.options.choices import REDUCTIONS
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
+from microtome.cli.options.numbers import WholeNumber
 from microtome.cli.options.repetition import Command
 from microtome.cli.progress import print_notes, show_progress
 from microtome.errors import BadFile, MicrotomeError, Unsupported
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     help=".npy of (samples, …), or a folder of .npy or images.",
 )
 @click.option("--to", required=True, type=click.Path(file_okay=False), metavar="FOLDER", help="Write to this folder.")
-@click.option("--batch", type=click.IntRange(min=1), default=32, help="Batch size.")
+@click.option("--batch", type=WholeNumber(1), default=32, help="Batch size.")
 @click.option("--reduce", type=click.Choice(REDUCTIONS), help="Record this reduction of each output.")
 @click.option("--limit", metavar="SIZE", help="Record at most this many bytes, such as 4GB.")
 @click.option("--keep", type=click.Choice(["all", "stats"]), default="all", help="Record tensors, or only statistics.")

@@ -16,6 +16,7 @@ from microtome.cli.interrupts import import_torch
 from microtome.cli.options.connection import check_servers, connection_options
 from microtome.cli.options.durations import positive_duration
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
+from microtome.cli.options.numbers import WholeNumber
 from microtome.cli.options.outputs import Outputs, check_distinct, output_options
 from microtome.cli.options.repetition import Command
 from microtome.cli.progress import print_notes, show_progress
@@ -45,19 +46,15 @@ _SERVER = (
     "--server", "servers", required=True, multiple=True, metavar="HOST:PORT", callback=check_servers, help=_SERVER
 )
 @click.option("--data", metavar="FOLDER_OR_NPY", shell_complete=complete_file, help=_DATA)
-@click.option(
-    "--repeat", type=click.IntRange(min=1), metavar="N", help="Number of requests without --data (default: 100)."
-)
-@click.option("--batch", type=click.IntRange(min=1), default=1, metavar="N", help="Samples per request.")
+@click.option("--repeat", type=WholeNumber(1), metavar="N", help="Number of requests without --data (default: 100).")
+@click.option("--batch", type=WholeNumber(1), default=1, metavar="N", help="Samples per request.")
 @click.option("--at", multiple=True, metavar="ADDRESS", help=f"{_AT} (default: auto)")
 @click.option("--codec", default="auto", metavar="NAME", help="Codec of the boundary, such as raw, zstd or fp16.")
 @click.option("--deadline", type=positive_duration, metavar="T", help=_DEADLINE)
 @click.option("--no-fallback", is_flag=True, help=_NO_FALLBACK)
 @click.option("--max-reply", metavar="SIZE", help="Maximum size of a reply, such as 256MB, if it depends on values.")
-@click.option(
-    "--window", type=click.IntRange(min=1), default=8, metavar="N", help="Maximum number of requests in flight."
-)
-@click.option("--warmup", type=click.IntRange(min=0), default=1, metavar="N", help="Warm-up requests, not counted.")
+@click.option("--window", type=WholeNumber(1), default=8, metavar="N", help="Maximum number of requests in flight.")
+@click.option("--warmup", type=WholeNumber(0), default=1, metavar="N", help="Warm-up requests, not counted.")
 @click.option("--to", metavar="FOLDER", shell_complete=complete_file, help=_TO)
 @output_options("json", "csv", "md", "perfetto")
 @connection_options

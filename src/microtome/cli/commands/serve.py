@@ -15,6 +15,7 @@ from microtome.cli.interrupts import import_torch
 from microtome.cli.options.connection import check_addresses, check_server, file_option
 from microtome.cli.options.durations import duration
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
+from microtome.cli.options.numbers import WholeNumber
 from microtome.cli.options.repetition import Command
 from microtome.cli.progress import show_progress
 from microtome.units import plural
@@ -30,7 +31,7 @@ _SESSIONS = "Maximum number of sessions, each with the state of one sequence, su
 
 @click.command(cls=Command)
 @model_options("stages", "weights", "device")
-@click.option("--stage", type=click.IntRange(min=0), metavar="N", help=f"{_STAGE} (default: the last)")
+@click.option("--stage", type=WholeNumber(0), metavar="N", help=f"{_STAGE} (default: the last)")
 @click.option(
     "--listen",
     default="127.0.0.1:7070",
@@ -43,16 +44,12 @@ _SESSIONS = "Maximum number of sessions, each with the state of one sequence, su
 @file_option("--client-ca", "Require client certificates signed by this authority, PEM.")
 @file_option("--token-file", "Require the token in this file from clients.")
 @click.option("--max-message", default="256MB", metavar="SIZE", help="Maximum size of a request.")
-@click.option(
-    "--concurrency", type=click.IntRange(min=1), default=1, metavar="N", help="Requests computed concurrently."
-)
-@click.option(
-    "--batch", type=click.IntRange(min=1), default=1, metavar="N", help="Batch up to N requests at the same cut."
-)
+@click.option("--concurrency", type=WholeNumber(1), default=1, metavar="N", help="Requests computed concurrently.")
+@click.option("--batch", type=WholeNumber(1), default=1, metavar="N", help="Batch up to N requests at the same cut.")
 @click.option(
     "--batch-window", default="2ms", metavar="T", help="How long the first request of a batch waits for others."
 )
-@click.option("--sessions", type=click.IntRange(min=0), default=64, metavar="N", help=_SESSIONS)
+@click.option("--sessions", type=WholeNumber(0), default=64, metavar="N", help=_SESSIONS)
 @click.option("--state-memory", default="1GB", metavar="SIZE", help="Maximum size of the states of all sessions.")
 @click.option("--session-timeout", default="10min", metavar="T", help="How long a session lasts without a step.")
 @click.option("--forward", multiple=True, metavar="HOST:PORT", callback=check_addresses, help=_FORWARD)

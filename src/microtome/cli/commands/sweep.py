@@ -10,6 +10,7 @@ import click
 from microtome.cli.interrupts import import_torch
 from microtome.cli.options.connection import connection_options, server_option
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
+from microtome.cli.options.numbers import WholeNumber
 from microtome.cli.options.outputs import Outputs, output_options
 from microtome.cli.options.repetition import Command, list_option
 from microtome.cli.progress import show_progress
@@ -24,7 +25,7 @@ _CUTS = "all; dominating: cuts that send fewer bytes than every earlier one; or 
 @model_options("weights", "device")
 @server_option
 @list_option("--cuts", default=("dominating",), metavar="WHICH", help=_CUTS)
-@click.option("--repeat", type=click.IntRange(min=1), default=10, metavar="N", help="Timed requests per cut.")
+@click.option("--repeat", type=WholeNumber(1), default=10, metavar="N", help="Timed requests per cut.")
 @click.option("--codec", default="raw", metavar="NAME", help="Codec of the boundary, such as raw, zstd or fp16.")
 @output_options("json", "csv", "md", "html", "perfetto")
 @connection_options

@@ -10,6 +10,7 @@ import click
 
 from microtome.cli.interrupts import import_torch
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
+from microtome.cli.options.numbers import WholeNumber
 from microtome.cli.options.outputs import Outputs, output_options
 from microtome.cli.options.repetition import Command
 from microtome.cli.progress import show_progress
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 @click.command(cls=Command)
 @model_options("device")
-@click.option("-n", "n", type=click.IntRange(min=1), default=10, metavar="K", help="Show K layers.")
+@click.option("-n", "n", type=WholeNumber(1), default=10, metavar="K", help="Show K layers.")
 @click.option("--time", is_flag=True, help="Also measure the time of each layer.")
 @output_options("json")
 def top(*, model: ModelOptions, n: int, time: bool, outputs: Outputs) -> None:

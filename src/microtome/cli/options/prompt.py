@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from microtome.cli.options.model import ModelOptions
+from microtome.cli.options.numbers import WholeNumber
 
 if TYPE_CHECKING:
     from microtome.inputs import Inputs
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 def prefill_option(help_text: str) -> Callable[[Any], Any]:
     """Add `--prefill N` to a command, which receives it as `prefill`."""
-    return click.option("--prefill", type=click.IntRange(min=1), metavar="N", help=help_text)
+    return click.option("--prefill", type=WholeNumber(1), metavar="N", help=help_text)
 
 
 def check_prompt(option: str, model: ModelOptions, length: object) -> None:
