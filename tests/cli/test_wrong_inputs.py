@@ -108,6 +108,28 @@ def test_a_missing_operator_of_torchvision_is_not_blamed_on_the_inputs(
         assert ("Pass others with --input" in result.output) != is_missing
 
 
+@pytest.mark.parametrize(
+    ("code", "is_advised"),
+    [
+        ("self.lnear(x)", False),
+        ("undefined(x)", False),
+        ("__import__('no_such_package')", False),
+        ("super().forward(x)", False),
+        ("type(self)(x).y", True),  # a TypeError
+        ("x.foo", True),
+        ("x.tolist().foo", True),
+        ("x.reshape(7)", True),
+    ],
+)
+def test_other_inputs_are_advised_only_where_they_may_help(code: str, is_advised: bool, tmp_path: Path) -> None:
+    text = f"from torch import nn\nclass Net(nn.Module):\n    def forward(self, x):\n        return {code}\n"
+    (tmp_path / "net.py").write_text(text)
+    result = CliRunner().invoke(main, ["profile", f"{tmp_path / 'net.py'}:Net", "--input", "1x3"])
+    assert result.exit_code == 2
+    assert "does not run on x 1x3: " in result.stderr
+    assert ("Pass others with --input" in result.stderr) == is_advised, result.stderr
+
+
 @pytest.mark.skipif(not packages.is_installed("torchvision"), reason="there is no torchvision")
 def test_the_note_on_missing_operators_is_printed_although_the_model_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     from microtome.zoo.sources import torchvision

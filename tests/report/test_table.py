@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from microtome.report.notebook import page
 from microtome.report.table import Bar, Column, Line, Names, Note, Report, Segments, Styled, Table, text
-from microtome.report.text import shorten
+from microtome.report.text import StackedBar, shorten, stacked_bars
 from microtome.results.base import Result
 from tests.report.test_foreign_text import COLOURS, RESULTS
 
@@ -135,6 +135,16 @@ def test_html_escapes_names_and_draws_bars() -> None:
         assert escaped in html
     assert "width:90.0px" in html
     assert "<x>" not in html
+
+
+@pytest.mark.parametrize(("width", "is_whole"), [(60, False), (80, True), (120, True)])
+def test_the_names_of_bars_are_whole_where_there_is_room(width: int, is_whole: bool) -> None:
+    name = "features.5.block.2.scale_activation"  # 35 characters, which --at accepts
+    bars = [StackedBar(name, "*", 1.0, (("#", 1.0, True),)), StackedBar("all", " ", 0.5, (("#", 0.5, True),))]
+    lines = [line.plain for line in stacked_bars(bars, 1.0, width, {})]
+    assert (name in lines[0]) == is_whole
+    assert width - 2 <= len(lines[0]) <= width
+    assert lines[0].count("#") >= 24
 
 
 def test_names_are_shortened_and_keep_their_indices() -> None:

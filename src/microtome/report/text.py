@@ -12,8 +12,8 @@ from rich.text import Text
 from microtome.errors import sanitize_text
 from microtome.units import Unit, write
 
-#: The most characters of a name.
-_NAME = 34
+#: The least characters of a bar for whose sake a name is shortened.
+_BAR = 24
 _CUT_OFF = "→"
 Row = TypeVar("Row")
 
@@ -79,8 +79,9 @@ def stacked_bars(
         unit: The unit of the sums.
     """
     marks = max(len(bar.mark) for bar in bars) + 1
-    names = min(max(len(bar.name) for bar in bars), max(2 * width // 5, 12), _NAME)
-    room = width - names - marks - 11
+    figures = marks + 11
+    names = min(max(len(bar.name) for bar in bars), max(width - figures - _BAR, 12))  # whole, to be copied
+    room = width - names - figures
     whole = min(max(bar.total for bar in bars), longest) or 1.0
     lines = []
     for bar in bars:

@@ -258,6 +258,17 @@ def wrap_model_errors(
 
         if (missing := explain_operator_error(error)) is not None:  # other inputs would fail alike
             hint = f". It calls an operator of torchvision: {missing}"
+        elif not _may_be_about_inputs(error):
+            hint = ""
         inputs = resolved.arguments if get_inputs is None else get_inputs()
         message = f"{resolved.name} does not run on {inputs}: {reason}{hint}"
         raise BadInputs("\n  ".join([message, *getattr(error, "__notes__", [])])) from error
+
+
+def _may_be_about_inputs(error: Exception) -> bool:
+    """Whether other inputs may help: not if code, a module or another object of the model lacks a name."""
+    import torch
+
+    if isinstance(error, AttributeError):
+        return isinstance(error.obj, torch.Tensor | list | tuple | dict | int | float | str | None)
+    return not isinstance(error, NameError | ImportError | NotImplementedError)
