@@ -1,0 +1,164 @@
+"""Compare stages as graphs and as ONNX models with the stages, on two inputs of different sizes.
+
+`python -m benchmarks.split_zoo.graphs [--save] [--every N] [NAMES]`
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import microtome as mt
+from benchmarks.report import save
+from benchmarks.split_zoo.models import Entry, build, entries
+from microtome.engine.pytree import named_tensors, tensors_in
+from microtome.errors import MicrotomeError
+from microtome.split.graph.derived_facts import named_inputs
+from microtome.split.graph.runtimes import run_onnx
+from microtome.split.stage import Stage
+
+#: Of the models, every 12th is tried; of each, so many cuts.
+_EVERY, _CUTS = 12, 2
+_TOLERANCE = 1e-5
+
+
+def prove(entry: Entry) -> Iterator[tuple[str, str]]:
+    """Yield what was tried, and `"… equal"`, `"refused: …"`, `"fixed size: …"` or `"wrong: …"`."""
+    model, inputs = build(entry)
+    model.eval()
+    if any(name == "use_cache" for name in model.forward.__code__.co_varnames):
+        inputs = [_without_cache(mt.Inputs.of(one)) for one in inputs]
+    given = [mt.Inputs.of(one) for one in inputs]
+    wholes = [one.run(model) for one in given]
+    addresses = [cut.at for cut in mt.cuts(model, given[0]) if cut.refused is None]
+    for at in random.Random(str(entry)).sample(addresses, min(_CUTS, len(addresses))):
+        stages = mt.split(model, given[0], at=at)
+        head, tail = stages
+        boundaries = [head(*one.args, **one.kwargs) for one in given]
+        arguments = [list({id(t): t for t in tensors_in((one.args, one.kwargs))}.values()) for one in given]
+        expected = [dict(boundary.tensors) for boundary in boundaries]
+        outputs = list(map(_outputs_of, wholes))
+        exported = None
+        for stage, tensors, results in (
+            (head, arguments, expected),
+            (tail, [list(boundary.tensors.values()) for boundary in boundaries], outputs),
+        ):
+            name = f"{at} {'head' if stage is head else 'tail'}"
+            yield f"{name} graph", _describe(lambda: _try_graph(stage, tensors, results))  # noqa: B023
+            found = _describe(lambda: _try_onnx(stage, tensors, results))  # noqa: B023
+            yield f"{name} onnx", found
+            exported = exported or (found == "onnx equal")
+        if exported:
+            for one, crossing, output in zip(given, expected, outputs, strict=True):
+                shapes = {name: list(tensor.shape) for name, tensor in named_inputs(model, one).items()}
+                boundary = mt.Boundary(at, tail.fingerprint, crossing, {"input_shapes": shapes})
+                yield f"{at} facts", _describe(lambda: _compare("facts", _outputs_of(tail(boundary)), output, 0.0))  # noqa: B023
+
+
+def _outputs_of(output: Any) -> dict[str, Tensor]:
+    return {path or "output": tensor for path, tensor in named_tensors(output)}
+
+
+def _without_cache(inputs: mt.Inputs) -> mt.Inputs:
+    return mt.Inputs(*inputs.args, **{**inputs.kwargs, "use_cache": False})
+
+
+def _describe(trial: Any) -> str:
+    try:
+        return str(trial())
+    except MicrotomeError as error:
+        return f"refused: {error}"
+
+
+def _try_graph(stage: Stage, inputs: Sequence[list[Tensor]], expected: Sequence[dict[str, Tensor]]) -> str:
+    graph = stage.graph()
+    for tensors, results in zip(inputs, expected, strict=True):
+        if fixed := _find_fixed(graph, tensors):
+            return f"fixed size: {fixed}"
+        if (found := _compare("graph", graph(*tensors), results, 0.0)) != "graph equal":
+            return found
+    return "graph equal"
+
+
+def _try_onnx(stage: Stage, inputs: Sequence[list[Tensor]], expected: Sequence[dict[str, Tensor]]) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        exported = stage.export(Path(folder) / "stage.onnx")
+        run = run_onnx(Path(exported.file).read_bytes())
+    for tensors, results in zip(inputs, expected, strict=True):
+        try:
+            got = dict(zip(exported.metadata["outputs"], run(tensors), strict=True))
+        except Exception as error:  # noqa: BLE001  the runtime refuses a size
+            return f"fixed size: {error}".splitlines()[0]
+        if (found := _compare("onnx", got, results, _TOLERANCE)) != "onnx equal":
+            return found
+    return "onnx equal"
+
+
+def _find_fixed(graph: Any, tensors: Sequence[Tensor]) -> str:
+    """Name a size that is fixed in the graph, and that the tensors do not have."""
+    nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    for node, tensor in zip(nodes, tensors, strict=True):
+        for dim, size in enumerate(node.meta["val"].shape):
+            if isinstance(size, int) and size != tensor.shape[dim]:
+                return f"{node.name}[{dim}] {graph.meta['static']}"[:300]
+    return ""
+
+
+def _compare(kind: str, got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> str:
+    for name, tensor in expected.items():
+        found = got[name]
+        if found.shape != tensor.shape or found.dtype != tensor.dtype:
+            return f"wrong: {name} {found.dtype} {tuple(found.shape)}, not {tensor.dtype} {tuple(tensor.shape)}"
+        if torch.equal(found, tensor):
+            continue
+        scale = float(tensor.abs().max())
+        largest = float((found.double() - tensor.double()).abs().max())
+        if not largest <= tolerance * scale:
+            return f"wrong: {kind} {name} differs by {largest:.3g} of {scale:.3g}"
+    return f"{kind} equal"
+
+
+def main(words: list[str]) -> int:
+    every = int(words[words.index("--every") + 1]) if "--every" in words else _EVERY
+    names = [word for word in words if not word.startswith("--") and not word.isdigit()]
+    listed = list(entries())
+    chosen = [one for one in listed if str(one) in names] if names else listed[::every]
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    outcomes: Counter[str] = Counter()
+    lines = []
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for entry in chosen:
+            began = time.perf_counter()
+            try:
+                found = list(prove(entry))
+            except Exception as error:  # noqa: BLE001  of a model that does not run here
+                found = [("", f"not run: {type(error).__name__}: {error}"[:300])]
+            outcomes.update(outcome.partition(":")[0] for _, outcome in found)
+            bad = [f"- {entry} at {at}: {outcome[:300]}" for at, outcome in found if not outcome.endswith("equal")]
+            lines += bad
+            counts = dict(Counter(outcome.partition(":")[0] for _, outcome in found))
+            print(f"{entry}: {counts}, {time.perf_counter() - began:.0f} s", *bad, sep="\n", flush=True)
+    text = f"{len(chosen)} models, two cuts and two inputs each: "
+    text += ", ".join(f"{count} {name}" for name, count in sorted(outcomes.items()))
+    text = "\n".join([f"{text}.", "", *lines])
+    print(text)
+    if "--save" in words:
+        print("written to", save("graphs", text, "python -m benchmarks.split_zoo.graphs --save"))
+    return int(outcomes["wrong"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
