@@ -46,6 +46,7 @@ def test_public_names() -> None:
             "load",
         ),
         *(
+            "load_exported",
             "load_stage",
             "noise",
             "patch_from",

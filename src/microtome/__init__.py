@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from microtome.split.boundary.boundary import Boundary
     from microtome.split.checkpoint import load_stage
     from microtome.split.cuts.cuts import cuts
+    from microtome.split.graph.exported_stage import load_exported
     from microtome.split.run_until import run_until
     from microtome.trace import trace
     from microtome.track import Tracker, track
@@ -75,6 +76,7 @@ __all__ = [
     "errors",
     "extract",
     "load",
+    "load_exported",
     "load_stage",
     "noise",
     "patch_from",
@@ -126,6 +128,7 @@ _MODULES = {
         "microtome.split": ["split"],
         "microtome.split.boundary.boundary": ["Boundary"],
         "microtome.split.checkpoint": ["load_stage"],
+        "microtome.split.graph.exported_stage": ["load_exported"],
         "microtome.split.cuts.cuts": ["cuts"],
         "microtome.split.run_until": ["run_until"],
         "microtome.trace": ["trace"],

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -74,8 +75,18 @@ class InferenceBackend(Protocol):
     def decode(self, data: bytes | memoryview, limit: int) -> Any:
         """Return a boundary of this model, or an object with its cut as `at`."""
 
+    def decode_tensors(self, data: bytes | memoryview, limit: int) -> Any:
+        """Return the boundary that a message `Tensors` of a program without microtome is."""
+
     def check_stage(self, stage: StageRef, boundary: Any) -> None:
         """Raise if a request with a boundary cannot name this stage."""
+
+    def complete(self, boundary: Any, stage: StageRef, exclusive: Callable[[], AbstractContextManager[None]]) -> Any:
+        """Return a boundary with facts, if it has the shapes of the model's inputs instead.
+
+        Args:
+            exclusive: Opens a block in which no other thread computes.
+        """
 
     def batch_key(self, boundary: Any, stage: StageRef | None = None) -> str | None:
         """Return the same key for requests that can be computed together; None: it must be computed alone."""
@@ -91,6 +102,9 @@ class InferenceBackend(Protocol):
 
     def encode(self, output: Any, at: str, codec: str) -> bytes | memoryview:
         """Encode an output of `compute`."""
+
+    def encode_tensors(self, output: Any, at: str, codec: str) -> bytes:
+        """Encode an output of `compute` as a message `Tensors`."""
 
     def tail_for(self, split: bytes, limit: int) -> Stage:
         """Return the last stage for the steps of a session."""

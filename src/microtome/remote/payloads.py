@@ -17,6 +17,7 @@ from microtome.split.analysis.structure_spec import Example, Plain, StructureSpe
 from microtome.split.boundary.boundary import Boundary
 from microtome.split.boundary.size_bounds import stated_bytes
 from microtome.split.boundary.tensor_bytes import moved
+from microtome.split.graph.exported_stage import structure_digest
 
 #: The cut before the first layer: the inputs cross, and the whole model runs where they are sent.
 INPUTS = ""
@@ -38,7 +39,9 @@ def pack_inputs(inputs: Inputs, spec: StructureSpec, fingerprint: str) -> Bounda
     arrays: list[Any] = []
     got, tensors, plain = flatten((inputs.args, inputs.kwargs), arrays=arrays)
     check_structure("the structure of the inputs", spec, got)
-    return _pack(INPUTS, fingerprint, [*tensors, *map(to_tensor, arrays)], plain)
+    packed = _pack(INPUTS, fingerprint, [*tensors, *map(to_tensor, arrays)], plain)
+    packed.facts["structure"] = structure_digest(spec.text)  # for a server that has not the model's code
+    return packed
 
 
 def unpack_inputs(boundary: Boundary, spec: StructureSpec, device: torch.device | None) -> Inputs:

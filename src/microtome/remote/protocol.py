@@ -32,8 +32,12 @@ HelloRequest, HelloReply = MESSAGES["HelloRequest"], MESSAGES["HelloReply"]
 Request, Reply, Step = MESSAGES["Request"], MESSAGES["Reply"], MESSAGES["Step"]
 Error, Timing = MESSAGES["Error"], MESSAGES["Timing"]
 StageRef, Hop = MESSAGES["StageRef"], MESSAGES["Hop"]
+Tensors, InputShape = MESSAGES["Tensors"], MESSAGES["InputShape"]
+Tensor, Part = MESSAGES["Tensor"], MESSAGES["Part"]
 EchoRequest, EchoReply = MESSAGES["EchoRequest"], MESSAGES["EchoReply"]
 ProfileRequest, ProfileReply = MESSAGES["ProfileRequest"], MESSAGES["ProfileReply"]
+#: The format of messages `Tensors`.
+TENSORS: int = _pool.FindEnumTypeByName(f"{DESCRIPTOR.package}.Format").values_by_name["TENSORS"].number
 KINDS: tuple[str, ...] = tuple(Error.Kind.keys())
 
 

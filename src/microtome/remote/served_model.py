@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from xxhash import xxh3_128_digest
 
 from microtome.devices.base import backend_of
 from microtome.engine.meta_run import SUBSTITUTION_LOCK
+from microtome.engine.pytree import named_tensors
 from microtome.errors import BadBoundary, BadQuery, MicrotomeError, NoMatch, Unsupported, describe_error
 from microtome.inputs import Inputs, no_inputs_error
 from microtome.profile import profile
@@ -21,6 +23,7 @@ from microtome.remote.inference_backend import check_origin
 from microtome.remote.payloads import INPUTS, pack_inputs, pack_output, unpack_inputs
 from microtome.remote.stage_ref import StageRef, describe_stage
 from microtome.remote.step_codec import parse_split
+from microtome.remote.tensor_messages import encode_tensors, parse_tensors
 from microtome.split.boundary.boundary import Boundary
 from microtome.split.description import restore_inputs
 from microtome.split.splitter import Splitter
@@ -134,6 +137,30 @@ class ServedModel:
         check_origin(self, boundary.at, boundary.fingerprint, self.cuts)
         return boundary
 
+    def decode_tensors(self, data: bytes | memoryview, limit: int) -> Boundary:
+        """Decode a message `Tensors`; its facts are derived later."""
+        boundary = parse_tensors(data, limit)
+        check_origin(self, boundary.at, boundary.fingerprint, self.cuts)
+        return boundary
+
+    def complete(
+        self, boundary: Boundary, stage: StageRef, exclusive: Callable[[], AbstractContextManager[None]]
+    ) -> Boundary:
+        """Return a boundary with facts, if it has the shapes of the model's inputs instead.
+
+        Args:
+            exclusive: Opens a block in which no other thread computes.
+        """
+        if not Stage.lacks_facts(boundary):
+            return boundary
+        if stage.index == 0:
+            raise BadBoundary("expected the tensors of a cut, got those of the inputs: run an exported stage first")
+        target = self._stage(stage)
+        if target.knows_facts(boundary):
+            return target.complete(boundary)
+        with exclusive():
+            return target.complete(boundary)
+
     def check_stage(self, stage: StageRef, boundary: Boundary) -> None:
         """Raise if a request cannot name this stage.
 
@@ -180,6 +207,13 @@ class ServedModel:
         if not isinstance(output, Boundary):
             output = pack_output(output, self._spec.output, at, self.fingerprint)
         return output.to_bytes(codec)
+
+    def encode_tensors(self, output: Any, at: str, codec: str) -> bytes:
+        """Encode the output as a message `Tensors`, each tensor under its path in the output."""
+        if isinstance(output, Boundary):
+            return encode_tensors(output.tensors, output.at, self.fingerprint, codec)
+        named = {path or "output": tensor for path, tensor in named_tensors(output)}
+        return encode_tensors(named, at, self.fingerprint, codec)
 
     def tail_for(self, split: bytes, limit: int) -> Stage:
         """Return the last stage for the steps of a session, from the description of the client's split.

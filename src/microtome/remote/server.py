@@ -16,6 +16,7 @@ from torch import nn
 from microtome.endpoints import explain_endpoint
 from microtome.errors import BadFile, BadQuery
 from microtome.remote import protocol
+from microtome.remote.exported_backend import ExportedBackend
 from microtome.remote.forwarding import ForwardOptions
 from microtome.remote.health import Health
 from microtome.remote.inference_backend import InferenceBackend
@@ -28,6 +29,7 @@ from microtome.remote.session_store import SessionLimits
 from microtome.remote.tls_files import UNUSABLE_KEY
 from microtome.remote.watchdog import Watchdog
 from microtome.remote.worker import Limits
+from microtome.split.graph.exported_stage import ExportedStage
 from microtome.split.stage import Stage
 from microtome.units import parse_seconds, parse_size, size
 
@@ -195,7 +197,7 @@ def parse_max_message(max_message: int | str) -> int:
 
 
 def serve(
-    model: nn.Module | Stage,
+    model: nn.Module | Stage | ExportedStage,
     inputs: Any = None,
     *,
     listen: str = "127.0.0.1:7070",
@@ -217,8 +219,8 @@ def serve(
     """Serve every cut of a model, or one stage of it, until the server is stopped.
 
     Args:
-        model: The model, in eval mode; or one of its stages, from `mt.load_stage`. A stage before the last one answers
-            with what crosses its end.
+        model: The model, in eval mode; or one of its stages, from `mt.load_stage` or `mt.load_exported`. A stage before
+            the last one answers with what crosses its end.
         inputs: Example inputs: a tensor, a tuple, a dict, an `Inputs`, or a shape such as `"1x3x224x224"`.
         listen: The address to listen on; port 0 picks a free one, which `Server.address` has.
         tls_cert: PEM file of the server's certificate, to encrypt connections; `tls_key` is its private key.
@@ -257,7 +259,9 @@ def serve(
         raise BadQuery(f"expected a number of sessions of 0 or more, got {sessions!r}")
     security = ServerSecurity(tls_cert, tls_key, client_ca, token)
     credentials = security.credentials()  # checks the files, before the model is analyzed, which takes longer
-    served = ServedModel(model, inputs)
+    served: InferenceBackend = (
+        ExportedBackend(model) if isinstance(model, ExportedStage) else ServedModel(model, inputs)
+    )
     max_bytes = parse_max_message(max_message)
     session_limits = SessionLimits(sessions, parse_size(state_memory), parse_seconds(session_timeout))
     limits = Limits(max_bytes, concurrency, batch, parse_seconds(batch_window), session_limits)

@@ -79,6 +79,7 @@ class QueuedRequest:
         arrived: When it arrived, a time of `perf_counter`; `deadline`: when the client stops waiting.
         nbytes: The bytes that it holds while it is queued.
         data: The encoded boundary, until it is decoded; `boundary`: the decoded one, until it is computed.
+        has_tensors: Whether it and its reply have messages `Tensors` in place of boundaries.
         step: The step of a session that it is; None: a single pass.
         stage: The stage that it runs, once that is known; `forward`: the servers of the next stages, in order.
         owner: The stream on which it arrived.
@@ -92,6 +93,7 @@ class QueuedRequest:
         self._stage: Any = header.stage if header.HasField("stage") else None
         self.stage = StageRef.tail("")
         self.next_hops: list[tuple[str, ...]] = [tuple(hop.servers) for hop in header.forward]
+        self.has_tensors: bool = header.format == protocol.TENSORS
         self.owner = owner
         self.codec: str = header.codec or "raw"
         self.arrived = perf_counter()
@@ -205,6 +207,7 @@ class WorkerPool:
             try:
                 boundary = self._decode(request)
                 self._served.check_stage(request.stage, boundary)
+                boundary = request.boundary = self._served.complete(boundary, request.stage, self._gate.upgraded)
                 key = self._served.batch_key(boundary, request.stage) if len(requests) > 1 else None
             except BaseException as error:  # noqa: BLE001  the client is told, and others are served
                 self._fail(request, error)
@@ -219,7 +222,8 @@ class WorkerPool:
         start = perf_counter()
         assert request.data is not None
         data = b"".join((header, request.data)) if header else request.data
-        boundary = self._served.decode(data, self._limits.total_bytes)
+        decode = self._served.decode_tensors if request.has_tensors else self._served.decode
+        boundary = decode(data, self._limits.total_bytes)
         request.timing["decode_s"] = perf_counter() - start
         request.set_boundary(boundary)
         return boundary
@@ -318,7 +322,8 @@ class WorkerPool:
 
     def _encode(self, request: QueuedRequest, output: object, batch: int) -> bytes:
         start = perf_counter()
-        data = self._served.encode(output, request.at, request.codec)
+        encode = self._served.encode_tensors if request.has_tensors else self._served.encode
+        data = encode(output, request.at, request.codec)
         request.timing["encode_s"] = perf_counter() - start
         header = protocol.Reply(id=request.id, timing=protocol.Timing(**request.timing, batch=batch))
         return protocol.with_payload(header, data)
@@ -331,6 +336,8 @@ class WorkerPool:
             self._resolve(request, reply, batch)
 
         try:
+            if request.has_tensors:
+                raise BadQuery("expected the format BOUNDARY of a request that is forwarded, got TENSORS")
             if not isinstance(output, Boundary):
                 raise BadQuery("expected a stage before the last one, got servers to forward the output to")
             self._forwarder.send(request, output, batch, answer, partial(self._fail, request))

@@ -20,6 +20,7 @@ from microtome.inputs import Inputs
 from microtome.split.analysis.call_arguments import state_objects_in
 from microtome.split.analysis.structure_spec import PLAIN, SplitSpec, check_structure
 from microtome.split.boundary.boundary import Boundary
+from microtome.split.boundary.schema import INPUT_SHAPES
 from microtome.split.execution.argument_reader import FlatInputs, InputReader
 from microtome.split.execution.placeholder import Placeholder
 from microtome.split.execution.schedule import Schedule
@@ -28,8 +29,12 @@ from microtome.split.state.stage_state import StageState
 from microtome.split.weights import tensor_at
 
 if TYPE_CHECKING:
+    from microtome.split.graph.derived_facts import DerivedFacts
     from microtome.split.graph.exported_stage import ExportedStage
     from microtome.split.variants import StageVariants
+
+#: The most shapes of inputs whose facts are kept.
+_MAX_SHAPES = 1000
 
 
 class Stage:
@@ -77,6 +82,7 @@ class Stage:
         self._parameters = tuple(parameters)
         self._idle: list[tuple[Session, StageRun]] = []
         self._input_reader = InputReader()
+        self._derived: dict[Any, DerivedFacts] = {}
         modules = dict(named_modules(model))
         schedules = [schedule for schedule in (begins, ends) if schedule is not None]
         self._observed_modules = [module for schedule in schedules for module in self.modules_of(schedule)]
@@ -220,6 +226,8 @@ class Stage:
                 of the whole model; the boundary is empty afterwards.
         """
         boundary = self._check_boundary(args, kwargs)
+        if boundary is not None:
+            boundary = self.complete(boundary)
         if self.model.training is not self._is_training:
             was, now = ("training", "eval") if self._is_training else ("eval", "training")
             raise Unsupported(f"expected the model in {was} mode, as when it was split, got {now} mode: split it again")
@@ -239,6 +247,43 @@ class Stage:
                 run.record_inputs(flat)
             with session:
                 return self._run(run, inputs)
+
+    def before(self) -> Stage:
+        """The stages before this one, as one."""
+        return Stage(self.model, 0, None, self.begins, self.spec, (), self.fingerprint, self.state, self.example)
+
+    def complete(self, boundary: Boundary) -> Boundary:
+        """Return a boundary with its facts, if it has the shapes of the model's inputs instead.
+
+        New shapes cost a run of the stages before this one on fake tensors, during which no other thread may run the
+        model.
+
+        Raises:
+            BadBoundary: The shapes or the tensors are not those of the cut.
+            Unsupported: The facts depend on more than shapes.
+        """
+        if not self.lacks_facts(boundary):
+            return boundary
+        from microtome.split.graph.derived_facts import derive_facts, input_shapes_of  # imports sympy
+
+        shapes = input_shapes_of(boundary, self)
+        facts = self._derived.get(shapes)
+        if facts is None:
+            facts = derive_facts(self, shapes)
+            if len(self._derived) < _MAX_SHAPES:
+                self._derived[shapes] = facts
+        return facts.complete(boundary)
+
+    def knows_facts(self, boundary: Boundary) -> bool:
+        """Whether `complete` knows the facts for these shapes, so that it needs no run."""
+        from microtome.split.graph.derived_facts import input_shapes_of
+
+        return input_shapes_of(boundary, self) in self._derived
+
+    @staticmethod
+    def lacks_facts(boundary: Boundary) -> bool:
+        """Whether a boundary has the shapes of the model's inputs in place of facts."""
+        return boundary.record is None and boundary.facts.keys() == {INPUT_SHAPES}
 
     @signal_safe
     def _cleanup(self, session: Session, run: StageRun, *, reuse: bool) -> Iterator[None]:

@@ -91,6 +91,15 @@ class ReplicaBackend:
         check_origin(self, header["at"], header["fingerprint"], self.cuts)
         return EncodedBoundary(header["at"], memoryview(data))
 
+    def decode_tensors(self, data: bytes | memoryview, limit: int) -> NoReturn:
+        raise Unsupported("replicas take boundaries of microtome alone: send tensors to a server of mt.serve")
+
+    def encode_tensors(self, output: EncodedOutput, at: str, codec: str) -> NoReturn:
+        raise AssertionError("decode_tensors refuses such requests")
+
+    def complete(self, boundary: EncodedBoundary, stage: StageRef, exclusive: Any) -> EncodedBoundary:
+        return boundary
+
     def check_stage(self, stage: StageRef, boundary: EncodedBoundary) -> None:
         if stage.begins_at != boundary.at:
             raise BadBoundary(f"expected a boundary of the cut at {stage.begins_at!r:.200}, got one of {boundary.at!r}")

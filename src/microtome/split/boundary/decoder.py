@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,17 +109,30 @@ def decode(data: Any, limit: int, max_tensor_bytes: int | None = None) -> tuple[
     view = _view(data)
     header, header_bytes, digest = _read_header(view, limit)
     header_end = HEADER_OFFSET + header_bytes
-    entries = [_parse_entry(index, fields) for index, fields in enumerate(header.pop("tensors"))]
-    nbytes = sum(entry.values.numel * entry.dtype.itemsize for entry in entries)
-    if max_tensor_bytes is not None and nbytes > max_tensor_bytes:
-        raise BadBoundary(
-            f"expected at most {size(max_tensor_bytes)} of tensors in the boundary, uncompressed, got {size(nbytes)}: "
-            "send fewer rows at once, or raise max_message on the server"
-        )
-    _check_sizes(entries, len(view) - header_end - CHECKSUM_BYTES, limit - JSON_COST * header_bytes)
+    entries = _parse_entries(header.pop("tensors"), limit - JSON_COST * header_bytes, max_tensor_bytes)
+    _check_stated(entries, len(view) - header_end - CHECKSUM_BYTES)
     for part, stored in _read_parts(entries, view, header_end, digest):
         _decompress(part, stored)
     return header, {entry.name: _finish_tensor(entry) for entry in entries}
+
+
+def decode_tensors(
+    fields: Sequence[Mapping[str, Any]], parts: Iterable[memoryview], limit: int, max_tensor_bytes: int | None = None
+) -> dict[str, Tensor]:
+    """Decode tensors whose entries and parts come without a header, as those of `decode`.
+
+    Args:
+        fields: The entry of each tensor, as in the header of a boundary.
+        parts: The bytes of their parts, in order, of the lengths that the entries state.
+    """
+    entries = _parse_entries(fields, limit, max_tensor_bytes)
+    for part, stored in zip((part for entry in entries for part in entry.parts), parts, strict=True):
+        part.tensor = torch.empty_strided(part.shape, part.strides, dtype=part.dtype)
+        if part.compression is None:
+            memory_of(part.tensor)[:] = stored
+        else:
+            _decompress(part, stored)
+    return {entry.name: _finish_tensor(entry) for entry in entries}
 
 
 def decode_header(data: Any, limit: int) -> dict[str, Any]:
@@ -191,6 +205,24 @@ def _parse_header(text: bytes) -> dict[str, Any]:
 
 def _describe_keys(header: Any) -> str:
     return f"{', '.join(header):.80}" if isinstance(header, dict) else type(header).__name__
+
+
+def _parse_entries(fields: Sequence[Any], limit: int, max_tensor_bytes: int | None) -> list[TensorEntry]:
+    """Check the entries of all tensors, and that decoding them takes at most `limit` bytes."""
+    entries = [_parse_entry(index, entry) for index, entry in enumerate(fields)]
+    if len({entry.name for entry in entries}) < len(entries):
+        ((name, _),) = Counter(entry.name for entry in entries).most_common(1)
+        raise BadBoundary(f"duplicate tensor name in the boundary: {name!r:.80}")
+    nbytes = sum(entry.values.numel * entry.dtype.itemsize for entry in entries)
+    if max_tensor_bytes is not None and nbytes > max_tensor_bytes:
+        raise BadBoundary(
+            f"expected at most {size(max_tensor_bytes)} of tensors in the boundary, uncompressed, got {size(nbytes)}: "
+            "send fewer rows at once, or raise max_message on the server"
+        )
+    need = sum(entry.peak_bytes for entry in entries)
+    if need > limit:
+        raise _too_large(need, limit)
+    return entries
 
 
 def _parse_entry(index: int, fields: Any) -> TensorEntry:
@@ -274,13 +306,7 @@ def are_sizes(numbers: Any) -> bool:
     return type(numbers) is list and all(type(number) is int and 0 <= number < 2**62 for number in numbers)
 
 
-def _check_sizes(entries: list[TensorEntry], available: int, limit: int) -> None:
-    if len({entry.name for entry in entries}) < len(entries):
-        ((name, _),) = Counter(entry.name for entry in entries).most_common(1)
-        raise BadBoundary(f"duplicate tensor name in the boundary: {name!r:.80}")
-    need = sum(entry.peak_bytes for entry in entries)
-    if need > limit:
-        raise _too_large(need, limit)
+def _check_stated(entries: list[TensorEntry], available: int) -> None:
     stated = sum(part.stored_bytes + padding(part.stored_bytes) for entry in entries for part in entry.parts)
     if stated != available:
         raise BadBoundary(f"the header states {stated} bytes of tensors, got {available}")

@@ -2,7 +2,8 @@
 
 A stage stores a `BoundaryRecord` as JSON in `Boundary.facts`, and the next stage parses it with `from_facts`, which
 checks all of it at once, since it may come from another machine. The sizes of tensors that it states are bounded later,
-by `size_bounds`.
+by `size_bounds`. A program in another runtime sends the shapes of the model's inputs instead, from which the next stage
+derives the record: `graph/derived_facts.py`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from microtome.split.boundary.decoder import are_sizes
 
 #: Increases with every change that older versions cannot read.
 SCHEMA = 1
+#: The only key of facts that are to be derived: `{"input_shapes": {"x": [1, 3, 224, 224]}}`.
+INPUT_SHAPES = "input_shapes"
 
 _Record = TypeVar("_Record")
 

@@ -96,7 +96,7 @@ def encode(
     entries: list[dict[str, Any]] = []
     parts: list[Part] = []
     for name, tensor in tensors.items():
-        entry, tensor_parts = _encode_tensor(name, tensor, steps)
+        entry, tensor_parts = encode_tensor(name, tensor, steps)
         entries.append(entry)
         parts += tensor_parts
     header = _encode_header({**metadata, "tensors": entries}, check_facts=check_facts)
@@ -122,8 +122,8 @@ def _assemble(header: bytes, parts: list[Part], make_prefix: Callable[[int], byt
     return data
 
 
-def _encode_tensor(name: str, tensor: Tensor, codec: Codec) -> tuple[dict[str, Any], list[Part]]:
-    """The header entry and the parts of a tensor."""
+def encode_tensor(name: str, tensor: Tensor, codec: Codec) -> tuple[dict[str, Any], list[Part]]:
+    """Return the header entry and the parts of a tensor."""
     _check_tensor(name, tensor)
     strides, offset = tensor.stride(), alignment_offset(tensor)
     tensor = to_dense(tensor)

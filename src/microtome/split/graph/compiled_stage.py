@@ -68,7 +68,9 @@ class CompiledStage(Stage):
             if boundary is not None and release:
                 boundary.tensors.clear()
             assert self.graph_info.plain is not None
-            return self.spec.output.unflatten(list(outputs.values()), self.graph_info.plain, (args, kwargs))
+            tensors = list(outputs.values())
+            ordered = [tensors[position] for position in self.graph_info.order]
+            return self.spec.output.unflatten(ordered, self.graph_info.plain, (args, kwargs))
         key = self._key(boundary, inputs)
         record = self._facts.get(key)
         if record is None:  # of shapes that are new

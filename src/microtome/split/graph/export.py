@@ -18,12 +18,20 @@ from torch import Tensor
 from microtome.engine.pytree import tensors_in
 from microtome.errors import BadQuery, MicrotomeError, Unsupported, describe_error
 from microtome.files.reading import File
+from microtome.files.types import to_plain
 from microtome.files.writing import translate_write_errors, write_atomically, write_buffers
 from microtome.inputs import Inputs
 from microtome.split.boundary.boundary import Boundary
 from microtome.split.graph.comparison import compare_outputs
-from microtome.split.graph.exported_stage import ExportedStage
-from microtome.split.graph.runtimes import import_runtime, run_executorch, run_onnx
+from microtome.split.graph.derived_facts import named_inputs
+from microtome.split.graph.exported_stage import (
+    ExportedStage,
+    ModelOutput,
+    ProgramInput,
+    StageMetadata,
+    structure_digest,
+)
+from microtome.split.graph.runtimes import METADATA, import_runtime, run_executorch, run_onnx
 from microtome.split.graph.stage_graph import StageGraph, capture_stage, example_of
 from microtome.split.stage import Stage
 
@@ -31,7 +39,7 @@ from microtome.split.stage import Stage
 OPSET = 20
 #: The largest difference of a runtime of other kernels, relative to the largest number of an output.
 _TOLERANCE = 1e-5
-_METADATA = "stage.json"
+_METADATA_FILE = "stage.json"
 
 
 def export_stage(stage: Stage, file: File, *, dynamic: bool = True, example: Any = None) -> ExportedStage:
@@ -48,10 +56,11 @@ def export_stage(stage: Stage, file: File, *, dynamic: bool = True, example: Any
         )
     graph = capture_stage(stage, dynamic=dynamic and path.suffix != ".pte")
     tensors = _tensors(graph, stage, example)
-    metadata = _describe(stage, graph)
+    details = _describe(stage, graph, path.suffix)
+    text = json.dumps(to_plain(details, compact=True))
     with _quiet():
         try:
-            data, run = writer(graph, tensors, metadata)
+            data, run = writer(graph, tensors, text)
         except MicrotomeError:
             raise
         except Exception as error:  # whatever the exporter or the runtime raises
@@ -61,7 +70,7 @@ def export_stage(stage: Stage, file: File, *, dynamic: bool = True, example: Any
         verified = compare_outputs(_named(graph, run(tensors)), graph.module(*tensors), f"{path.name}", _TOLERANCE)
     with translate_write_errors(repr(str(path))):
         write_atomically(path, lambda descriptor: write_buffers(descriptor, [data]))
-    return ExportedStage(str(path), metadata, verified)
+    return ExportedStage(str(path), details, run, verified)
 
 
 def _tensors(graph: StageGraph, stage: Stage, example: Any) -> list[Tensor]:
@@ -76,23 +85,30 @@ def _named(graph: StageGraph, outputs: Sequence[Tensor]) -> dict[str, Tensor]:
     return dict(zip(graph.outputs, outputs, strict=True))
 
 
-def _describe(stage: Stage, graph: StageGraph) -> dict[str, Any]:
+def _describe(stage: Stage, graph: StageGraph, suffix: str) -> StageMetadata:
     """What a file says about the stage in it."""
+    assert stage.example is not None
+    arguments = named_inputs(stage.model, stage.example)
     inputs = {
-        name: {"shape": list(map(str, shape)), "dtype": str(dtype).removeprefix("torch.")}
+        name: ProgramInput(list(map(str, shape)), str(dtype).removeprefix("torch."))
         for name, shape, dtype in zip(graph.inputs, graph.shapes.spelled, graph.dtypes, strict=True)
     }
-    return {
-        "kind": "stage",
-        "model": type(stage.model).__qualname__,
-        "fingerprint": stage.fingerprint,
-        "begins_at": stage.begins_at,
-        "ends_at": stage.ends_at,
-        "inputs": inputs,
-        "outputs": list(graph.outputs),
-        "static": graph.static,
-        "torch": torch.__version__,
-    }
+    return StageMetadata(
+        model=type(stage.model).__qualname__,
+        params=sum(parameter.numel() for parameter in stage.model.parameters()),
+        fingerprint=stage.fingerprint,
+        begins_at=stage.begins_at,
+        ends_at=stage.ends_at,
+        arguments=list(arguments),
+        structure=structure_digest(stage.spec.inputs.text),
+        plain=stage.spec.example.plain,
+        inputs=inputs,
+        outputs=list(graph.outputs),
+        output=None if stage.ends is not None or graph.plain is None else ModelOutput(graph.order, graph.plain),
+        static=graph.static,
+        torch=torch.__version__,
+        opset=OPSET if suffix == ".onnx" else None,
+    )
 
 
 @contextmanager
@@ -126,14 +142,14 @@ def _to_program(graph: StageGraph, tensors: Sequence[Tensor]) -> Any:
     return torch.export.export(graph.module, examples, dynamic_shapes=dynamic, strict=False)
 
 
-def _write_program(graph: StageGraph, tensors: Sequence[Tensor], metadata: dict[str, Any]) -> _Written:
+def _write_program(graph: StageGraph, tensors: Sequence[Tensor], metadata: str) -> _Written:
     buffer = io.BytesIO()
-    torch.export.save(_to_program(graph, tensors), buffer, extra_files={_METADATA: json.dumps(metadata)})
+    torch.export.save(_to_program(graph, tensors), buffer, extra_files={_METADATA_FILE: metadata})
     module = torch.export.load(io.BytesIO(buffer.getvalue())).module()
     return buffer.getvalue(), lambda inputs: list(module(*inputs).values())
 
 
-def _write_onnx(graph: StageGraph, tensors: Sequence[Tensor], metadata: dict[str, Any]) -> _Written:
+def _write_onnx(graph: StageGraph, tensors: Sequence[Tensor], metadata: str) -> _Written:
     import_runtime("onnx", "onnx", "onnxscript", "onnxruntime")
     program = torch.onnx.export(
         _to_program(graph, tensors),
@@ -144,12 +160,12 @@ def _write_onnx(graph: StageGraph, tensors: Sequence[Tensor], metadata: dict[str
         verbose=False,
     )
     assert program is not None
-    program.model.metadata_props["microtome"] = json.dumps({**metadata, "opset": OPSET})
+    program.model.metadata_props[METADATA] = metadata
     data = program.model_proto.SerializeToString()
     return data, run_onnx(data)
 
 
-def _write_executorch(graph: StageGraph, tensors: Sequence[Tensor], metadata: dict[str, Any]) -> _Written:
+def _write_executorch(graph: StageGraph, tensors: Sequence[Tensor], metadata: str) -> _Written:
     exir = import_runtime("executorch", "executorch.exir", "executorch.runtime")
     module = copy.copy(graph.module)
     module.graph = copy.deepcopy(module.graph)
@@ -157,8 +173,7 @@ def _write_executorch(graph: StageGraph, tensors: Sequence[Tensor], metadata: di
         node.target = torch.ops.aten.reshape.default  # the strides of its runtime are others
     module.recompile()
     program = torch.export.export(module, tuple(tensors), strict=False)
-    text = json.dumps(metadata)
-    edge = exir.to_edge_transform_and_lower(program, constant_methods={"microtome": text})
+    edge = exir.to_edge_transform_and_lower(program, constant_methods={METADATA: metadata})
     data = bytes(edge.to_executorch().buffer)
     return data, run_executorch(data)
 

@@ -2,18 +2,253 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+from xxhash import xxh3_64_hexdigest
 
-class ExportedStage(NamedTuple):
-    """A stage that was written to a file.
+from microtome.errors import BadBoundary, BadFile, BadInputs, MicrotomeError, Unsupported, describe_error
+from microtome.files.reading import File, read_bytes
+from microtome.files.types import find_mismatch, from_plain, to_plain
+from microtome.split.boundary.boundary import Boundary
+from microtome.split.boundary.schema import (
+    INPUT_SHAPES,
+    BoundaryRecord,
+    PlaceholderSpec,
+    RepeatedTensor,
+    SentTensor,
+    StorageView,
+)
+from microtome.split.graph.runtimes import LOADERS, Run
+
+_SCHEMA = 1
+#: The most bytes of a file: protobuf, of which ONNX models are made, has no longer messages.
+_MAX_BYTES = 1 << 31
+
+
+class ProgramInput(NamedTuple):
+    """A tensor that a program takes; sizes that are no numbers are symbols, such as `s0`."""
+
+    shape: list[str]
+    dtype: str
+
+
+class ModelOutput(NamedTuple):
+    """How the model's output is made of the tensors that the last program returns.
+
+    Attributes:
+        tensors: Positions among them, in the order of the output; plain: the other values in it.
+    """
+
+    tensors: list[int]
+    plain: list[bool | int | float | str | None]
+
+
+class StageMetadata(NamedTuple):
+    """What a program says about itself.
+
+    Attributes:
+        model: The qualified name of the model's class.
+        params: The number of parameters of the whole model.
+        arguments: The names of the tensors among the model's arguments.
+        structure: A digest of the structure of these arguments.
+        plain: The other values among them, which are constants of the program.
+        inputs: The tensors that the program takes, by name, in order.
+        outputs: The names of those that it returns, in order.
+        output: Of the last stage; None: numbers in the output depend on shapes.
+        static: Why sizes are fixed, by dimension.
+        opset: Of an ONNX model.
+    """
+
+    model: str
+    params: int
+    fingerprint: str
+    begins_at: str | None
+    ends_at: str | None
+    arguments: list[str]
+    structure: str
+    plain: list[bool | int | float | str | None]
+    inputs: dict[str, ProgramInput]
+    outputs: list[str]
+    output: ModelOutput | None
+    static: dict[str, str]
+    torch: str
+    opset: int | None = None
+    schema: int = _SCHEMA
+    kind: str = "stage"
+
+
+class ExportedStage:
+    """A stage that another runtime runs, from a file.
+
+    The first stage takes the tensors among the model's arguments, the others a `Boundary`. The last returns the tensors
+    of the model's output by their paths in it, the others a boundary, which has the shapes of the model's inputs in
+    place of facts: the next stage derives these.
 
     Attributes:
         file: The file.
-        metadata: What it says about itself: model, fingerprint, cuts, names, shapes and dtypes.
-        verified: How its outputs on the example differ from those of the stage.
+        details: What it says about itself.
+        verified: How its outputs on the example differ from those of the stage, if it was written just now.
     """
 
-    file: str
-    metadata: dict[str, Any]
-    verified: str
+    def __init__(self, file: str, details: StageMetadata, run: Run, verified: str | None = None) -> None:
+        self.file = file
+        self.details = details
+        self.verified = verified
+        self._run = run
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What the file says about itself: model, fingerprint, cuts, names, shapes and dtypes."""
+        plain: dict[str, Any] = to_plain(self.details, compact=True)
+        return plain
+
+    @property
+    def begins_at(self) -> str | None:
+        """The address of the cut where it begins; None for the first stage."""
+        return self.details.begins_at
+
+    @property
+    def ends_at(self) -> str | None:
+        """The address of the cut where it ends; None for the last stage."""
+        return self.details.ends_at
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Boundary | dict[str, Tensor]:
+        if self.begins_at is not None:
+            if len(args) != 1 or kwargs or not isinstance(args[0], Boundary):
+                got = ", ".join(type(value).__name__ for value in (*args, *kwargs.values())) or "nothing"
+                raise BadInputs(f"{self.file} begins at {self.begins_at!r}: expected one Boundary, got {got}")
+            return self.run_boundary(args[0])
+        names = list(self.details.inputs)
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if len(args) > len(names) or given.keys() != self.details.inputs.keys():
+            raise BadInputs(f"{self.file} takes the tensors {', '.join(names)}, got {', '.join(given) or 'none'}")
+        tensors = [given[name] for name in names]
+        return self._finish(self._compute(tensors), [tuple(tensor.shape) for tensor in tensors])
+
+    def run_inputs(self, boundary: Boundary) -> Boundary | dict[str, Tensor]:
+        """Run the first stage on the inputs of the model, packed as a boundary."""
+        facts = boundary.facts
+        if (facts.get("structure"), facts.get("plain")) != (self.details.structure, self.details.plain):
+            raise BadInputs(
+                f"{self.file} was exported for arguments of another structure, or with other values than "
+                f"{self.details.plain} beside tensors: they are constants of the program"
+            )
+        tensors = list(boundary.tensors.values())
+        return self._finish(self._compute(tensors), [tuple(tensor.shape) for tensor in tensors])
+
+    def run_boundary(self, boundary: Boundary) -> Boundary | dict[str, Tensor]:
+        """Run another stage than the first one."""
+        if (boundary.at, boundary.fingerprint) != (self.begins_at, self.details.fingerprint):
+            raise BadBoundary(
+                f"expected a boundary of the cut at {self.begins_at!r} with the fingerprint "
+                f"{self.details.fingerprint}, got one of {boundary.at!r} with {boundary.fingerprint:.80}"
+            )
+        if boundary.tensors.keys() != self.details.inputs.keys():
+            names, got = ", ".join(self.details.inputs), ", ".join(boundary.tensors)
+            raise BadBoundary(f"expected the tensors {names}, got {got:.200}")
+        shapes = self._input_shapes(boundary)
+        return self._finish(self._compute([boundary.tensors[name] for name in self.details.inputs]), shapes)
+
+    def _input_shapes(self, boundary: Boundary) -> list[tuple[int, ...]]:
+        """The shapes of the model's inputs, which a boundary states in either kind of facts."""
+        if boundary.record is None and boundary.facts.keys() == {INPUT_SHAPES}:
+            shapes = boundary.facts[INPUT_SHAPES]
+            if not isinstance(shapes, dict) or shapes.keys() != {*self.details.arguments}:
+                expected = ", ".join(self.details.arguments)
+                raise BadBoundary(f"{INPUT_SHAPES}: expected the inputs {expected}, got {shapes!r:.200}")
+            return [tuple(shapes[name]) for name in self.details.arguments]
+        inputs = (boundary.record or BoundaryRecord.from_facts(boundary.facts)).inputs
+        if inputs.structure != self.details.structure or inputs.plain != self.details.plain:
+            raise BadBoundary(
+                f"{self.file} was exported for arguments of another structure, or with other values than "
+                f"{self.details.plain} beside tensors: they are constants of the program"
+            )
+        found: list[tuple[int, ...]] = []
+        for item in inputs.tensors:
+            if isinstance(item, SentTensor):
+                found.append(tuple(boundary.tensors[item.name].shape))
+            elif isinstance(item, StorageView | PlaceholderSpec):
+                found.append(tuple(item.shape))
+            else:
+                assert isinstance(item, RepeatedTensor)
+        return found
+
+    def _compute(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        for (name, expected), tensor in zip(self.details.inputs.items(), tensors, strict=True):
+            sizes = tuple(map(str, tensor.shape))
+            fits = len(sizes) == len(expected.shape) and all(
+                size == other or not size.isdigit() or not other.isdigit()
+                for size, other in zip(sizes, expected.shape, strict=True)
+            )
+            if not fits or str(tensor.dtype) != f"torch.{expected.dtype}":
+                raise BadInputs(
+                    f"{self.file}: expected {name!r} of {expected.dtype} and shape [{', '.join(expected.shape)}], got "
+                    f"{tensor.dtype} and {tuple(tensor.shape)}"
+                )
+        try:
+            return dict(zip(self.details.outputs, self._run(tensors), strict=True))
+        except Exception as error:  # whatever the runtime raises
+            raise Unsupported(f"{self.file} does not run on these shapes: {describe_error(error):.500}") from error
+
+    def _finish(self, tensors: dict[str, Tensor], shapes: Sequence[tuple[int, ...]]) -> Boundary | dict[str, Tensor]:
+        if self.ends_at is None:
+            return tensors
+        named = {name: list(shape) for name, shape in zip(self.details.arguments, shapes, strict=True)}
+        return Boundary(self.ends_at, self.details.fingerprint, tensors, {INPUT_SHAPES: named})
+
+    def __repr__(self) -> str:
+        start = "the inputs" if self.begins_at is None else repr(self.begins_at)
+        end = "the output" if self.ends_at is None else repr(self.ends_at)
+        return f"<Exported stage of {self.details.model} in {self.file}, from {start} to {end}>"
+
+
+def structure_digest(text: str) -> str:
+    """A digest of the structure of arguments, as boundaries state it."""
+    return xxh3_64_hexdigest(text.encode())
+
+
+def load_exported(file: File) -> ExportedStage:
+    """Load a stage that `Stage.export` or `microtome split --export` wrote, in the runtime of the file.
+
+    Args:
+        file: A path that ends in `.onnx` or `.pte`. A `.pt2` is for `torch.export.load`, which may execute code in it.
+
+    >>> load_exported("head.onnx")
+    Traceback (most recent call last):
+        ...
+    microtome.errors.BadFile: cannot read 'head.onnx': No such file or directory
+    """
+    path = Path(file)
+    loader = LOADERS.get(path.suffix)
+    if loader is None:
+        trusted = ": load it with torch.export.load if you trust its source, which it may unpickle"
+        hint = trusted if path.suffix == ".pt2" else ""
+        raise BadFile(f"expected a file that ends in {', '.join(LOADERS)}, got {str(file)!r}{hint}")
+    data = read_bytes(path, _MAX_BYTES)
+    try:
+        with torch.no_grad():
+            run, text = loader(data)
+    except MicrotomeError:
+        raise
+    except Exception as error:  # whatever the runtime raises
+        raise BadFile(f"{str(path)!r} is no program that its runtime loads: {describe_error(error):.300}") from error
+    return ExportedStage(str(path), _parse_metadata(text, path), run)
+
+
+def _parse_metadata(text: str, path: Path) -> StageMetadata:
+    expected = f"{str(path)!r} was not written by microtome: expected the metadata of a stage"
+    try:
+        data = json.loads(text)
+        details: StageMetadata = from_plain(data, StageMetadata)
+    except (ValueError, TypeError, RecursionError, AttributeError) as error:
+        raise BadFile(f"{expected}: {describe_error(error):.200}") from error
+    if data.get("kind") != "stage" or data.get("schema") != _SCHEMA:
+        raise BadFile(f"{expected} of version {_SCHEMA}, got version {data.get('schema')!r:.40}")
+    if (mismatch := find_mismatch(details, StageMetadata)) is not None:
+        raise BadFile(f"{expected}: {mismatch}")
+    return details

@@ -11,6 +11,10 @@ from torch import Tensor
 
 from microtome.errors import NotInstalled
 
+#: The name of the metadata in a program.
+METADATA = "microtome"
+
+#: Runs a program on its inputs.
 Run = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
@@ -25,19 +29,37 @@ def import_runtime(extra: str, *modules: str) -> Any:
 
 def run_onnx(data: bytes) -> Run:
     """Load a model of ONNX; return a function that runs it on the CPU."""
+    return load_onnx(data)[0]
+
+
+def load_onnx(data: bytes) -> tuple[Run, str]:
+    """Load a model of ONNX; return a function that runs it on the CPU, and its metadata."""
     onnxruntime: Any = import_runtime("onnx", "onnxruntime")
-    session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
     names = [one.name for one in session.get_inputs()]
 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
         arrays = {name: tensor.detach().cpu().numpy() for name, tensor in zip(names, tensors, strict=True)}
         return [torch.from_numpy(array) for array in session.run(None, arrays)]
 
-    return run
+    return run, session.get_modelmeta().custom_metadata_map.get(METADATA, "")
 
 
 def run_executorch(data: bytes) -> Run:
     """Load a program of ExecuTorch; return a function that runs it."""
+    return load_executorch(data)[0]
+
+
+def load_executorch(data: bytes) -> tuple[Run, str]:
+    """Load a program of ExecuTorch; return a function that runs it, and its metadata."""
     runtime: Any = import_runtime("executorch", "executorch.runtime")
-    method = runtime.Runtime.get().load_program(data).load_method("forward")
-    return lambda tensors: list(method.execute([tensor.contiguous() for tensor in tensors]))
+    program = runtime.Runtime.get().load_program(data)
+    method = program.load_method("forward")
+    text = program.load_method(METADATA).execute([])[0] if METADATA in program.method_names else ""
+    return lambda tensors: list(method.execute([tensor.contiguous() for tensor in tensors])), text
+
+
+#: Functions that load a program, by the end of its file. That of torch.export may unpickle what it loads.
+LOADERS: dict[str, Callable[[bytes], tuple[Run, str]]] = {".onnx": load_onnx, ".pte": load_executorch}

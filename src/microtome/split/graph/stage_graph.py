@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, fx
 
 from microtome.engine import Call, Session
-from microtome.engine.argument_names import named_arguments
 from microtome.engine.graph_capture import CapturedRun, capture_run
 from microtome.engine.pytree import named_tensors, tensors_in
 from microtome.engine.symbolic_shapes import ShapeCheck, SymbolicShapes
@@ -20,6 +19,7 @@ from microtome.split.analysis.structure_spec import PLAIN, flatten
 from microtome.split.boundary.boundary import Boundary
 from microtome.split.execution.schedule import Schedule
 from microtome.split.execution.stage_run import StageRun
+from microtome.split.graph.derived_facts import named_inputs
 from microtome.split.graph.partition import HiddenSize, Partition, source_of
 from microtome.split.stage import Stage
 from microtome.split.state.stage_state import StageState
@@ -36,6 +36,7 @@ class StageGraph(NamedTuple):
         shapes: The shapes that it accepts.
         dtypes: The dtypes that it accepts.
         plain: The numbers and strings of the model's output; None: some depend on shapes.
+        order: The positions among the outputs of the last stage, of each tensor in the model's output.
         static: Why sizes of the example are fixed, by dimension, such as `x[0]`.
     """
 
@@ -45,6 +46,7 @@ class StageGraph(NamedTuple):
     shapes: ShapeCheck
     dtypes: tuple[torch.dtype, ...]
     plain: list[Any] | None
+    order: list[int]
     static: dict[str, str]
 
 
@@ -99,10 +101,9 @@ def example_of(stage: Stage) -> Inputs | Boundary | None:
     """What the stage takes on the example that the model was split on; None: the weights before it are not here."""
     if stage.example is None or stage.begins is None:
         return stage.example
-    head = Stage(stage.model, 0, None, stage.begins, stage.spec, (), stage.fingerprint, stage.state, stage.example)
     try:
         with torch.no_grad():
-            boundary: Boundary = head(*stage.example.args, **stage.example.kwargs)
+            boundary: Boundary = stage.before()(*stage.example.args, **stage.example.kwargs)
     except (Unsupported, RuntimeError):  # weights on meta beside others
         return None
     return None if any(tensor.is_meta for tensor in boundary.tensors.values()) else boundary
@@ -128,15 +129,8 @@ def _check_capturable(stage: Stage) -> Inputs:
 
 
 def _dims(stage: Stage, inputs: Inputs) -> Iterator[str]:
-    for name, tensor in _named_inputs(stage, inputs):
+    for name, tensor in named_inputs(stage.model, inputs).items():
         yield from (f"{name}[{dim}]" for dim in range(tensor.dim()))
-
-
-def _named_inputs(stage: Stage, inputs: Inputs) -> list[tuple[str, Tensor]]:
-    """The tensors among the model's arguments with their names, each once."""
-    named = named_arguments(stage.model, inputs).items()
-    every = [(f"{name}{path}", tensor) for name, value in named for path, tensor in named_tensors(value)]
-    return list({id(tensor): (name, tensor) for name, tensor in reversed(every)}.values())[::-1]
 
 
 def _enlarge_batch(inputs: Inputs) -> Inputs:
@@ -153,7 +147,7 @@ def _enlarge_batch(inputs: Inputs) -> Inputs:
 
 
 def _capture(stage: Stage, example: Inputs, attempt: _Attempt) -> StageGraph:
-    named = _named_inputs(stage, example)
+    named = list(named_inputs(stage.model, example).items())
     dynamic = {
         id(tensor): [
             dim
@@ -186,7 +180,7 @@ def _capture(stage: Stage, example: Inputs, attempt: _Attempt) -> StageGraph:
     check = ShapeCheck(names, sizes, shapes.conditions())
     module.meta |= {"inputs": tuple(names), "outputs": tuple(ends_names), "shapes": check.describe(), "static": fixed}
     dtypes = tuple(node.meta["val"].dtype for node in inputs)
-    return StageGraph(module, tuple(names), tuple(ends_names), check, dtypes, groups["plain"], fixed)
+    return StageGraph(module, tuple(names), tuple(ends_names), check, dtypes, groups["plain"], groups["order"], fixed)
 
 
 def _run(stage: Stage, inputs: Inputs, groups: dict[str, Any]) -> list[list[Tensor]]:
@@ -200,7 +194,9 @@ def _run(stage: Stage, inputs: Inputs, groups: dict[str, Any]) -> list[list[Tens
     groups.update({name: list(found) for name, found in tensors.items()})
     paths = dict(named_tensors(output))
     groups["output"] = [path or "output" for path in paths]
-    plain = flatten(output, (inputs.args, inputs.kwargs))[2]
+    _, flat, plain = flatten(output, (inputs.args, inputs.kwargs))
+    positions = {id(tensor): position for position, tensor in enumerate(paths.values())}
+    groups["order"] = [positions[id(tensor)] for tensor in flat]
     groups["plain"] = plain if all(type(value) in PLAIN for value in plain) else None
     return [*(list(found.values()) for found in tensors.values()), list(paths.values())]
 
