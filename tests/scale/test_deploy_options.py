@@ -137,9 +137,9 @@ def test_a_server_that_others_reach_is_warned_of(stages: Stages) -> None:
 
 def test_a_replica_refuses_a_stage_of_other_weights(parts: Path, tmp_path: Path) -> None:
     from microtome.scale.ray.replica import ReplicaOptions, StageReplica
-    from microtome.scale.ray.stage_sources import SavedStage
+    from microtome.scale.ray.stage_sources import FolderStage
 
-    source = SavedStage(lambda: make_net(tmp_path / "log")[0], str(parts), 2)
+    source = FolderStage(lambda: make_net(tmp_path / "log")[0], str(parts), 2)
     options = ReplicaOptions(StageRef(("first", "middle"), 2), "another", "cpu", 1 << 20)
     with pytest.raises(
         BadWeights, match="expected the stage from 'middle' to '.output.' of the model with the fingerpr"

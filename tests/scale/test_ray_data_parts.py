@@ -15,11 +15,11 @@ from torch import nn
 
 from microtome.errors import BadInputs, BadQuery, BadWeights, NotInstalled, Unsupported
 from microtome.scale.ray import extract, profile, record
-from microtome.scale.ray.blocks import Span, divide, split_batches
+from microtome.scale.ray.blocks import RowSlice, divide, split_batches
 from microtome.scale.ray.columns import Batch, Columns, keep_columns
 from microtome.scale.ray.features import FeatureColumns
 from microtome.scale.ray.recording import _Run, count_workers
-from microtome.scale.ray.worker import ModelSpec, PartTotals
+from microtome.scale.ray.worker import PartTotals, WorkerModel
 
 
 def test_ray_is_imported_when_it_is_used() -> None:
@@ -42,7 +42,7 @@ def test_without_ray_an_error_says_what_to_install(monkeypatch: pytest.MonkeyPat
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 20)), max_size=8), st.integers(1, 12))
 def test_parts_have_each_row_once_in_order_and_are_full(blocks: list[tuple[int, int]], rows: int) -> None:
-    spans = [Span(number, start, start + count) for number, (start, count) in enumerate(blocks)]
+    spans = [RowSlice(number, start, start + count) for number, (start, count) in enumerate(blocks)]
     parts = list(divide(spans, rows))
     every = [(span.block, row) for span in spans for row in range(span.start, span.stop)]
     assert [(span.block, row) for part in parts for span in part.spans for row in range(span.start, span.stop)] == every
@@ -105,13 +105,13 @@ def test_there_are_as_many_workers_as_the_cluster_has_room_for(cpus: float, gpus
 
 
 def test_a_model_runs_in_eval_mode() -> None:
-    assert not ModelSpec(nn.Dropout()).load().training
-    assert not ModelSpec("zoo:tiny-vit").load().training
+    assert not WorkerModel(nn.Dropout()).load().training
+    assert not WorkerModel("zoo:tiny-vit").load().training
 
 
 def feature_columns(model: nn.Module, kept: list[str]) -> FeatureColumns:
     stage = FeatureColumns.__new__(FeatureColumns)
-    stage._spec, stage._model, stage._at, stage._columns = ModelSpec(model), model, "", Columns("x")
+    stage._spec, stage._model, stage._at, stage._columns = WorkerModel(model), model, "", Columns("x")
     stage._kept, stage._reduce = kept, None
     return stage
 

@@ -141,7 +141,7 @@ class Batcher:
 
 
 class ExampleBoundaries(NamedTuple):
-    """What crosses a cut on the example, on other values of the same shapes, and on both in one batch."""
+    """Boundaries of the example, of other values in the same shapes, and of both in one batch."""
 
     one: Boundary
     other: Boundary

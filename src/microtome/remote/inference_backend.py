@@ -1,4 +1,4 @@
-"""What a server needs of the model whose requests it answers, be it in this process or elsewhere."""
+"""The interface between a server and the model that computes its requests, in this process or elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rows of a data set a recording is of."""
+"""The rows of the data set that a recording covers."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from microtome.scale.ray.columns import Batch
 
 
 @dataclass(frozen=True)
-class Span:
+class RowSlice:
     """Rows of a block, from `start` to before `stop`.
 
     Attributes:
@@ -28,7 +28,7 @@ class Span:
 
 
 @dataclass
-class Part:
+class DatasetPart:
     """Consecutive rows, which one task records.
 
     Attributes:
@@ -38,33 +38,33 @@ class Part:
 
     number: int
     first: int
-    spans: list[Span] = field(default_factory=list)
+    spans: list[RowSlice] = field(default_factory=list)
 
     def __len__(self) -> int:
         return sum(map(len, self.spans))
 
 
-def divide(spans: Iterable[Span], rows: int) -> Iterator[Part]:
+def divide(spans: Iterable[RowSlice], rows: int) -> Iterator[DatasetPart]:
     """Yield parts of so many rows, the last of which may have less.
 
-    >>> [(part.first, len(part.spans), len(part)) for part in divide([Span("a", 0, 5), Span("b", 2, 4)], 3)]
+    >>> [(part.first, len(part.spans), len(part)) for part in divide([RowSlice("a", 0, 5), RowSlice("b", 2, 4)], 3)]
     [(0, 1, 3), (3, 2, 3), (6, 1, 1)]
     """
-    part = Part(0, 0)
+    part = DatasetPart(0, 0)
     for span in spans:
         start = span.start
         while start < span.stop:
             stop = min(span.stop, start + rows - len(part))
-            part.spans.append(Span(span.block, start, stop))
+            part.spans.append(RowSlice(span.block, start, stop))
             start = stop
             if len(part) == rows:
                 yield part
-                part = Part(part.number + 1, part.first + rows)
+                part = DatasetPart(part.number + 1, part.first + rows)
     if part.spans:
         yield part
 
 
-def spans_of(dataset: Any) -> Iterator[Span]:
+def spans_of(dataset: Any) -> Iterator[RowSlice]:
     """Execute a data set and yield its blocks in order, as they are computed."""
     options = dataset.context.execution_options
     before, options.preserve_order = options.preserve_order, True
@@ -73,7 +73,7 @@ def spans_of(dataset: Any) -> Iterator[Span]:
             slices = getattr(bundle, "slices", None) or [None] * len(bundle.block_refs)
             for block, metadata, one in zip(bundle.block_refs, bundle.metadata, slices, strict=True):
                 start, stop = (0, metadata.num_rows) if one is None else (one.start_offset, one.end_offset)
-                yield Span(block, start, stop)
+                yield RowSlice(block, start, stop)
     finally:
         options.preserve_order = before
 

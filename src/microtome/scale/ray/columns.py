@@ -23,7 +23,7 @@ InputColumns = str | list[str] | tuple[str, ...] | Mapping[str, str] | Callable[
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns are inputs of the model, and which has the ids.
+    """The columns of inputs and of ids.
 
     Attributes:
         id: The column of ids; None: the id of a row is its position.

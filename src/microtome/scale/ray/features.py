@@ -16,7 +16,7 @@ from microtome.engine.pytree import named_tensors
 from microtome.errors import BadQuery, Unsupported
 from microtome.scale.ray.columns import Batch, Columns, InputColumns, check_batch_size, keep_columns
 from microtome.scale.ray.packages import import_ray
-from microtome.scale.ray.worker import ModelSpec, resolve_on_meta
+from microtome.scale.ray.worker import WorkerModel, resolve_on_meta
 
 
 def extract(
@@ -54,7 +54,7 @@ def extract(
     columns = Columns.find(dataset, inputs, id)
     Targets(resolve_on_meta(model), at)
     reduction = None if reduce is None else find_reduction(reduce)
-    spec = ModelSpec(model, max(1, int(num_cpus)), on_gpu=num_gpus > 0)
+    spec = WorkerModel(model, max(1, int(num_cpus)), on_gpu=num_gpus > 0)
     kept = keep_columns(dataset.columns(), columns)
     strategy = ray.data.ActorPoolStrategy
     return dataset.map_batches(
@@ -72,14 +72,14 @@ class FeatureColumns:
     """Turns a batch of rows into one with columns of features, in a worker.
 
     Args:
-        spec_refs: The reference of the `ModelSpec`, in a list, so that Ray passes it as it is.
+        spec_refs: The reference of the `WorkerModel`, in a list, so that Ray passes it as it is.
         kept: The columns to keep.
     """
 
     def __init__(self, spec_refs: list[Any], at: Selector, columns: Columns, kept: list[str], reduce: Any) -> None:
         import ray
 
-        self._spec: ModelSpec = ray.get(spec_refs[0])
+        self._spec: WorkerModel = ray.get(spec_refs[0])
         self._model = self._spec.load()
         self._at = at
         self._columns = columns

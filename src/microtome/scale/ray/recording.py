@@ -20,10 +20,10 @@ from microtome.engine import Selector
 from microtome.errors import BadInputs, BadWeights, MicrotomeError
 from microtome.files.reading import File
 from microtome.load import load
-from microtome.scale.ray.blocks import Part, divide, spans_of
+from microtome.scale.ray.blocks import DatasetPart, divide, spans_of
 from microtome.scale.ray.columns import Columns, InputColumns, check_batch_size
 from microtome.scale.ray.packages import import_ray
-from microtome.scale.ray.worker import ModelSpec, PartTotals, RecordSpec, check_model_spec, record_part
+from microtome.scale.ray.worker import PartTotals, RecordSpec, WorkerModel, check_model_spec, record_part
 
 #: How often Ray runs a part again whose worker was killed.
 MAX_RETRIES = 5
@@ -89,7 +89,7 @@ def record(
     check_model_spec(model, at, options)
     parts = PartsFolder(Path(to))
     try:
-        on_worker = ModelSpec(model, max(1, int(num_cpus)), on_gpu=num_gpus > 0)
+        on_worker = WorkerModel(model, max(1, int(num_cpus)), on_gpu=num_gpus > 0)
         spec = RecordSpec(on_worker, at, columns, batch_size, os.path.abspath(to), options)
         task = ray.remote(record_part).options(num_cpus=num_cpus, num_gpus=num_gpus, max_retries=MAX_RETRIES)
         run = _Run(ray, task, spec, workers or count_workers(ray, num_cpus, num_gpus), progress)
@@ -123,12 +123,12 @@ class _Run:
         self._workers = workers
         self._progress = progress
         self._key = os.urandom(4).hex()
-        self._pending: dict[Any, Part] = {}
+        self._pending: dict[Any, DatasetPart] = {}
         self._totals = RecordTotals(0, 0, 0, 0.0)
         self._weights: set[str] = set()
         self._began = perf_counter()
 
-    def record(self, parts: Iterator[Part]) -> list[str]:
+    def record(self, parts: Iterator[DatasetPart]) -> list[str]:
         """Record all parts; return their names, in order."""
         count = 0
         try:
@@ -146,7 +146,7 @@ class _Run:
             raise BadInputs("expected a data set with rows, got an empty one")
         return [part_name(self._key, number) for number in range(count)]
 
-    def _submit(self, part: Part) -> None:
+    def _submit(self, part: DatasetPart) -> None:
         ranges = [(span.start, span.stop) for span in part.spans]
         blocks = [span.block for span in part.spans]
         name = part_name(self._key, part.number)

@@ -23,7 +23,7 @@ from microtome.split.boundary.boundary import Boundary
 
 
 class ReplicaOptions(NamedTuple):
-    """What a replica is made with, beside its stage.
+    """Arguments of a replica other than its stage.
 
     Attributes:
         ref: The name of the stage.
@@ -45,7 +45,7 @@ class ReplicaOptions(NamedTuple):
 
 
 class ReplicaStatus(NamedTuple):
-    """What a replica is and has done.
+    """The state of a replica, and its batches so far.
 
     Attributes:
         node: The identifier of its node in the cluster.

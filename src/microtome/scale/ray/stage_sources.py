@@ -54,7 +54,7 @@ class PackedStage:
 
 
 @dataclass(frozen=True, eq=False)
-class SavedStage:
+class FolderStage:
     """A stage in a folder that `Stages.save` wrote.
 
     Attributes:
@@ -160,7 +160,7 @@ class StageSet:
         """Return the sources of some stages."""
         if self._stages is None:
             assert self._model is not None
-            return [SavedStage(self._model, self._folder, index) for index in chosen]
+            return [FolderStage(self._model, self._folder, index) for index in chosen]
         return [self._pack(index) for index in chosen]
 
     def _pack(self, index: int) -> PackedStage:

@@ -1,4 +1,4 @@
-"""What tasks of Ray run: the model, loaded once a process, and the recording of a part."""
+"""Tasks of Ray: load the model once per process, and record a part of the data set."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from microtome.zoo.resolver import resolve
 
 
 @dataclass(frozen=True)
-class ModelSpec:
+class WorkerModel:
     """A model to load in a worker.
 
     Attributes:
@@ -49,14 +49,14 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class RecordSpec:
-    """What to record of each batch, and where.
+    """Options of the recording of a part.
 
     Attributes:
         options: Options of `mt.record`.
         folder: The folder of the parts.
     """
 
-    model: ModelSpec
+    model: WorkerModel
     at: Any
     columns: Columns
     batch_size: int
