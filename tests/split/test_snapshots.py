@@ -41,7 +41,7 @@ MUTATIONS: list[Callable[[Cache], object]] = [
     lambda cache: None if cache.layers[-1].keys is None else cache.layers[-1].keys.add_(1),
     lambda cache: setattr(cache.layers[0], "is_initialized", not cache.layers[0].is_initialized),
     lambda cache: setattr(cache, "length", cache.length + 1000),
-    lambda cache: setattr(cache, "length", int(str(cache.length))),  # an equal number
+    lambda cache: setattr(cache, "length", type(cache.length)(str(cache.length))),  # an equal number
     lambda cache: cache.layers.append(Layer()),
     lambda cache: cache.layers.pop() if len(cache.layers) > 1 else None,
     lambda cache: cache.layers.__setitem__(0, Layer()),
