@@ -239,7 +239,7 @@ def test_the_client_sends_boundaries_itself_if_a_server_cannot_reach_the_next(
     with serving(model, x, token="b") as guarded, serving(model, x, forward=pair[0].address, token="b") as first:
         with connected(model, x, first.address, pair[0].address, token="b") as remote:
             assert remote(x).equal(model(x))
-        for token, crosses_here in (("wrong", True), ("b", False)):
+        for token, crosses_here in (("wrong", True), (None, True), ("b", False)):  # the client's own is not passed on
             with (
                 serving(model, x, forward=guarded.address, forward_token=token, token="b") as server,
                 connected(model, x, server.address, guarded.address, token="b") as remote,
@@ -342,6 +342,15 @@ def test_only_the_stages_that_are_left_run_here_if_a_server_dies() -> None:
             assert remote.requests[-1].hops == ()  # the chain is known to be broken
         with pytest.raises(RemoteError, match=f"{second.address} cannot be reached"):
             connected(model, asking(), *servers, timeout=1, **options)
+
+
+@torch.no_grad()
+def test_a_fallback_leaves_time_before_the_deadline_for_all_stages_of_servers(
+    resnet: tuple[nn.Module, Tensor], pair: list[Server]
+) -> None:
+    servers = [server.address for server in pair]
+    with connected(*resnet, *servers, fallback="local", deadline=60) as remote:
+        assert remote._fallback_s("stem") > 0
 
 
 def test_a_deadline_holds_over_the_chain() -> None:

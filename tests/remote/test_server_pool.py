@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,13 +29,6 @@ def resnet() -> tuple[nn.Module, Tensor]:
 def up(resnet: tuple[nn.Module, Tensor]) -> Iterator[Server]:
     with mt.serve(*resnet, listen="127.0.0.1:0") as server:
         yield server
-
-
-@pytest.fixture
-def down() -> str:
-    """An address where nothing listens."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return f"127.0.0.1:{free.getsockname()[1]}"
 
 
 def other_model() -> tuple[nn.Module, Tensor]:

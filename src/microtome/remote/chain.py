@@ -20,6 +20,10 @@ from microtome.units import size
 
 log = logging.getLogger("microtome.remote")
 
+#: Kinds of errors after which a request is sent again without forwarding: a server may have been restarted with others
+#: to forward to.
+_WITHOUT_FORWARDING = TRANSIENT | {"NO_CUT"}
+
 
 class Chain:
     """The servers of the stages that do not run here, in order.
@@ -145,7 +149,7 @@ class _Journey:
         """Send what crosses the end of a stage to the servers of the next one, or end with the last reply."""
         request, forwards = self._request, self._forwards.get(hop, 0)
         error = future.exception()
-        if isinstance(error, RemoteError) and error.kind in TRANSIENT and forwards:
+        if isinstance(error, RemoteError) and error.kind in _WITHOUT_FORWARDING and forwards:
             log.warning("sending the boundaries of a chain through the client", extra={"reason": str(error)})
             self._may_forward = False
             again = self.make_message(hop)

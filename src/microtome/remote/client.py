@@ -201,6 +201,7 @@ class Remote:
                 self._chain.cancel(request)
         if self.has_fallback and self.options.deadline_s is not None:
             for _ in range(2):  # the first run takes longer
+                request.payload, request.stage = None, route.first_stage  # all stages that servers run
                 self._fall_back(request)
 
     # -- the steps of a request ----------------------------------------------------------------------------------------

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from itertools import count
 from math import inf
 from time import monotonic, perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from microtome.errors import MicrotomeError, NoMatch, RemoteError
+from microtome.endpoints import explain_endpoint
+from microtome.errors import BadQuery, MicrotomeError, NoMatch, RemoteError, describe_error
 from microtome.remote import protocol
 from microtome.remote.admission import ReplyBudget
 from microtome.remote.connection import Connection
@@ -22,6 +23,8 @@ from microtome.remote.logs import MAX_ID_CHARS
 from microtome.remote.message import Message
 from microtome.remote.security import Security
 from microtome.remote.server_pool import ServerPool
+from microtome.remote.tls_files import TlsFile
+from microtome.results.metrics import advise
 from microtome.split.boundary.boundary import Boundary
 from microtome.units import size
 
@@ -30,8 +33,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("microtome.remote")
 
-#: Seconds for the handshake with a server, and for which a message is sent again after a broken stream.
-_HANDSHAKE_S, _RESEND_FOR_S = 5.0, 2.0
+#: Seconds for the handshake with a server: at first, and when it is back; and for which a message is sent again after a
+#: broken stream.
+_HANDSHAKE_S, _CHECK_S, _RESEND_FOR_S = 5.0, 2.0, 2.0
 
 
 class ForwardOptions(NamedTuple):
@@ -39,6 +43,20 @@ class ForwardOptions(NamedTuple):
 
     addresses: tuple[str, ...] = ()
     security: Security = Security()
+
+    @classmethod
+    def parse(cls, forward: str | Sequence[str], token: str | None, ca: str | None) -> Self:
+        """Check the options `forward`, `forward_token` and `forward_ca` of a server."""
+        addresses = (forward,) if isinstance(forward, str) else tuple(forward)
+        for address in addresses:
+            if error := explain_endpoint(address):
+                raise BadQuery(f"forward: {error}")
+        if not addresses and (token or ca):
+            options = advise("forward_token= and forward_ca=", "--forward-token-file and --forward-ca")
+            raise BadQuery(f"expected {advise('forward=', '--forward')} with {options}, got no server to forward to")
+        if ca is not None:
+            TlsFile("forward_ca", ca).read("certificate")
+        return cls(addresses, Security(ca=ca, token=token))
 
 
 class Forwarder:
@@ -56,12 +74,11 @@ class Forwarder:
             replies: Counts the bytes of boundaries on their way, as it does those of replies.
         """
         self.addresses = options.addresses
-        self._served = served
-        self._security = options.security
+        self._handshake = partial(handshake, model=served, any_torch=True)
         self._max_reply = max_reply
         self._replies = replies
-        self._lock = threading.Lock()
-        self._connections: dict[str, Connection] = {}
+        self._connections = {address: Connection(address, options.security) for address in options.addresses}
+        self._numbers = count()
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="microtome-forward")
 
     def send(
@@ -78,12 +95,12 @@ class Forwarder:
             batch: The number of requests that were computed together.
             answer: Called with the message of the reply; `fail`: with the error if there is none.
         """
-        servers = [address for address in request.next_hops[0] if address in self.addresses]
+        servers = [address for address in dict.fromkeys(request.next_hops[0]) if address in self.addresses]
         if not servers:
             named = ", ".join(request.next_hops[0])
             raise NoMatch(f"this server does not forward to {named!r:.200}: allow it with --forward")
         header = protocol.Request(
-            id=request.id,
+            id=f"{request.id[:MAX_ID_CHARS]}/{next(self._numbers)}",  # the requests of all clients share a stream
             codec=request.codec,
             stage=request.stage.following.to_message(),
             forward=[protocol.Hop(servers=hop) for hop in request.next_hops[1:]],
@@ -91,7 +108,7 @@ class Forwarder:
         left_s = request.deadline - perf_counter()
         deadline = None if left_s == inf else monotonic() + left_s
         message = Message(header, deadline=deadline, reply_bytes=self._max_reply)
-        message.reply.add_done_callback(partial(self._on_reply, request, message, batch, answer, fail))
+        message.reply.add_done_callback(partial(self._on_reply, request, message, servers, batch, answer, fail))
         self._sender.submit(self._send, request, message, boundary, servers)
 
     def _send(self, request: QueuedRequest, message: Message, boundary: Boundary, servers: list[str]) -> None:
@@ -107,34 +124,42 @@ class Forwarder:
             self._replies.add(message.nbytes)
             message.reply.add_done_callback(lambda _: self._replies.remove(message.nbytes))
             pool.submit(message)
-        except MicrotomeError as error:
+        except BaseException as error:  # noqa: BLE001  the client is told
             message.reply.set_exception(error)
 
     def _connect(self, addresses: list[str]) -> ServerPool:
-        """Return the connections to the servers of a stage, after a handshake with those that can be reached."""
-        with self._lock:
-            for address in addresses:
-                if address not in self._connections:
-                    self._connections[address] = Connection(address, self._security)
-            pool = ServerPool([self._connections[address] for address in addresses])
-        check = partial(handshake, model=self._served, timeout=_HANDSHAKE_S, any_torch=True)
-        pool.open(check)
-        pool.watch(check)
+        """Return the connections to the servers of a stage; the first time, after a handshake with each.
+
+        One that fails is left out until it is back, so that no other request waits for it in this thread.
+        """
+        pool = ServerPool([self._connections[address] for address in addresses])
+        for connection in pool.connections:
+            if connection.hello is None and connection.down_reason is None:
+                try:
+                    self._handshake(connection, timeout=_HANDSHAKE_S)
+                except RemoteError as error:
+                    connection.down_reason = str(error)
+                    log.warning("left out until it is back: %s", error, extra={"server": connection.address})
+                connection.watch(partial(self._handshake, timeout=_CHECK_S))
+        if not pool.ready:
+            raise RemoteError(pool.down_reason or "", "UNREACHABLE")
         return pool
 
     def _on_reply(
         self,
         request: QueuedRequest,
         message: Message,
+        servers: list[str],
         batch: int,
         answer: Callable[[bytes], None],
         fail: Callable[[BaseException], None],
         future: Future[Any],
     ) -> None:
         if (error := future.exception()) is not None:
-            extra = {"request": request.id[:MAX_ID_CHARS], "servers": list(request.next_hops[0])}
+            extra = {"request": request.id[:MAX_ID_CHARS], "servers": servers}
             log.warning("the next server did not answer", extra=extra)
-            fail(error if isinstance(error, RemoteError) else RemoteError(str(error), "UNREACHABLE"))
+            reason = str(error) if isinstance(error, MicrotomeError) else describe_error(error)
+            fail(error if isinstance(error, RemoteError) else RemoteError(reason, "UNREACHABLE"))
             return
         reply = future.result()
         assert message.connection is not None

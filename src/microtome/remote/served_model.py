@@ -275,9 +275,7 @@ class ServedModel:
         with self._lock:
             if cuts not in self._stages:
                 self._stages[cuts] = self._split(self._splitter, cuts)
-                chains = [key for key in self._stages if len(key) > 1]
-                for key in chains[:-_MAX_CHAINS]:
-                    del self._stages[key]
+                _keep_newest(self._stages, [key for key in self._stages if len(key) > 1])
             return self._stages[cuts]
 
     def _split(self, splitter: Splitter, cuts: tuple[str, ...]) -> Sequence[Stage]:
@@ -298,6 +296,7 @@ class ServedModel:
             if ref not in self._batchers:
                 tail = partial(self._run, ref, release=False)  # the examples are run several times
                 self._batchers[ref] = build_batcher(partial(self._make_examples, heads), tail)
+                _keep_newest(self._batchers, [key for key in self._batchers if len(key.cuts) > 1])
             return self._batchers[ref]
 
     def _make_examples(self, heads: Sequence[Stage]) -> ExampleBoundaries:
@@ -318,6 +317,12 @@ class ServedModel:
 
     def _pack_inputs(self, *args: Any, **kwargs: Any) -> Boundary:
         return pack_inputs(Inputs(*args, **kwargs), self._spec.inputs, self.fingerprint)
+
+
+def _keep_newest(cache: dict[Any, Any], chains: Sequence[Any]) -> None:
+    """Remove all but the newest chains from a cache: clients can name any number of them."""
+    for key in chains[:-_MAX_CHAINS]:
+        del cache[key]
 
 
 def _check_stateless(state: str | None) -> None:

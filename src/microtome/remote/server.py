@@ -22,7 +22,7 @@ from microtome.remote.health import Health
 from microtome.remote.inference_backend import InferenceBackend
 from microtome.remote.peers import Peers
 from microtome.remote.prometheus import Metrics
-from microtome.remote.security import AuthInterceptor, Security, ServerSecurity, is_loopback
+from microtome.remote.security import AuthInterceptor, ServerSecurity, is_loopback
 from microtome.remote.served_model import ServedModel
 from microtome.remote.service import Service
 from microtome.remote.session_store import SessionLimits
@@ -251,19 +251,15 @@ def serve(
     for name, number in (("concurrency", concurrency), ("batch", batch)):
         if not isinstance(number, int) or number < 1:
             raise BadQuery(f"expected a {name} of 1 or more requests, got {number!r}")
-    forward = (forward,) if isinstance(forward, str) else tuple(forward)
-    for address in forward:
-        if error := explain_endpoint(address):
-            raise BadQuery(f"forward: {error}")
     if not isinstance(sessions, int) or sessions < 0:
         raise BadQuery(f"expected a number of sessions of 0 or more, got {sessions!r}")
     security = ServerSecurity(tls_cert, tls_key, client_ca, token)
     credentials = security.credentials()  # checks the files, before the model is analyzed, which takes longer
+    forwards = ForwardOptions.parse(forward, forward_token, forward_ca)
     served: InferenceBackend = (
         ExportedBackend(model) if isinstance(model, ExportedStage) else ServedModel(model, inputs)
     )
     max_bytes = parse_max_message(max_message)
     session_limits = SessionLimits(sessions, parse_size(state_memory), parse_seconds(session_timeout))
     limits = Limits(max_bytes, concurrency, batch, parse_seconds(batch_window), session_limits)
-    forwards = ForwardOptions(forward, Security(ca=forward_ca, token=forward_token))
     return Server(served, listen, security, credentials, limits, forwards).start()
