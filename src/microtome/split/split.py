@@ -21,6 +21,7 @@ def split(
     verify: bool = True,
     load: str | int | None = None,
     state: str | Sequence[str] = (),
+    grad: bool = False,
 ) -> Stages:
     """Split the model into stages that together compute exactly what it computes.
 
@@ -37,10 +38,13 @@ def split(
             the model, whose other weights are on `meta`.
         state: Names of arguments that are state, such as a cache of your own class: objects that calls mutate and that
             the next step goes on with. Those that calls mutate on the example are found without it.
+        grad: Keep the gradient of what crosses, for training: `tail(head(x))` backpropagates through the cut, and
+            `Boundary.backward` takes gradients that come back from another process. The gradients are verified, too.
 
     Raises:
         NoMatch: There is no such call, or the model cannot be cut there; with the reason.
-        Unsupported: The output of the stages differs from that of the model.
+        Unsupported: The output of the stages differs from that of the model; with `grad`, also if its gradients differ,
+            or cannot cross.
 
     >>> import microtome as mt
     >>> from microtome import zoo
@@ -53,4 +57,4 @@ def split(
 
     where = plan if isinstance(at, str) and at == "auto" and plan is not None else at
     names = (state,) if isinstance(state, str) else tuple(state)
-    return Splitter(model, inputs, state=names).at(where, verify=verify, load=load)
+    return Splitter(model, inputs, state=names, grad=grad).at(where, verify=verify, load=load)

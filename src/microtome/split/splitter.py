@@ -25,6 +25,7 @@ from microtome.split.cuts.cuts import list_cuts
 from microtome.split.cuts.liveness import Liveness
 from microtome.split.description import SplitDescription
 from microtome.split.execution.schedule import build_schedule
+from microtome.split.gradient_verification import GradientVerification, check_trainable
 from microtome.split.stage import Stage
 from microtome.split.stages import Stages
 from microtome.split.variants import Variant
@@ -41,12 +42,20 @@ class Splitter:
         cuts: All cuts of the model.
         fingerprint: A digest of its structure and weights.
         state_arguments: The names of the arguments that the user says are state.
+        grad: Whether what crosses keeps its gradient.
     """
 
     def __init__(
-        self, model: nn.Module, inputs: Any, fingerprint: str | None = None, state: Sequence[str] = ()
+        self,
+        model: nn.Module,
+        inputs: Any,
+        fingerprint: str | None = None,
+        state: Sequence[str] = (),
+        *,
+        grad: bool = False,
     ) -> None:
         self.model = check_model(model)
+        self.grad = grad
         self.state_arguments = tuple(state)
         with SUBSTITUTION_LOCK:
             original = Inputs.of(inputs, model)
@@ -57,7 +66,7 @@ class Splitter:
                 # Of the original, since copies of arrays do not overlap in memory.
                 self.analysis.input_spec = flatten((original.args, {**original.kwargs, **created}), arrays=[])[0]
             self.fingerprint = fingerprint or model_fingerprint(model, self.analysis.describe_calls())
-        self._liveness = Liveness(self.analysis)
+        self._liveness = Liveness(self.analysis, joins=not grad)
         self.cuts: Cuts = list_cuts(model, self._liveness)
 
     @property
@@ -117,11 +126,15 @@ class Splitter:
         stage = None if load is None else _stage_index(load, len(chosen) + 1)
         extra: list[set[ValueLocation]] = [set() for _ in chosen]
         result = VerificationResult("not verified: it was not asked for")
+        if self.grad:
+            check_trainable(self, chosen)
         with SUBSTITUTION_LOCK:  # another thread may have substituted the weights
             if verify and any(tensor.is_meta for tensor in (*self.model.parameters(), *self.model.buffers())):
                 result = VerificationResult("not verified: some of the weights are not here")
             elif verify:
                 result = Verification(self, self.analysis, chosen, extra).run()
+                if self.grad:
+                    result = result._replace(gradients=GradientVerification(self, chosen, extra).run())
         stages = Stages(self, chosen, extra, result)
         return stages if stage is None else stages.keeping(stage)
 
@@ -147,6 +160,7 @@ class Splitter:
                 self.fingerprint,
                 self.state,
                 self.example,
+                grad=self.grad,
             )
             for index, (begin, end) in enumerate(pairwise(crossings))
         ]

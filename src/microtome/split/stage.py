@@ -52,6 +52,7 @@ class Stage:
         spec: The structures of the model's arguments and output.
         state: A description of the state that the model carries between runs; None: it has none.
         example: The inputs that the model was split on.
+        grad: Whether what crosses keeps its gradient.
         verified: Of a compiled stage, how its outputs differ from those of the stage; None: it is not compiled.
         variants: The same cuts for other inputs, of a stage that was loaded from a folder.
     """
@@ -67,8 +68,11 @@ class Stage:
         fingerprint: str,
         state: str | None = None,
         example: Inputs | None = None,
+        *,
+        grad: bool = False,
     ) -> None:
         self.model = model
+        self.grad = grad
         self.index = index
         self.fingerprint = fingerprint
         self.begins = begins
@@ -250,7 +254,9 @@ class Stage:
 
     def before(self) -> Stage:
         """The stages before this one, as one."""
-        return Stage(self.model, 0, None, self.begins, self.spec, (), self.fingerprint, self.state, self.example)
+        return Stage(
+            self.model, 0, None, self.begins, self.spec, (), self.fingerprint, self.state, self.example, grad=self.grad
+        )
 
     def complete(self, boundary: Boundary) -> Boundary:
         """Return a boundary with its facts, if it has the shapes of the model's inputs instead.
@@ -331,9 +337,9 @@ class Stage:
 
     def _make_session(self, probes: tuple[Probe, ...] = ()) -> tuple[Session, StageRun]:
         interventions: list[Any] = []
-        run = StageRun(self.begins, self.ends)
+        run = StageRun(self.begins, self.ends, grad=self.grad)
         if self.draws_random_numbers:
-            run = drawing = DrawingStageRun(self.begins, self.ends)
+            run = drawing = DrawingStageRun(self.begins, self.ends, grad=self.grad)
             interventions.append(ReplaceOp(drawing.draw))
         if self._skipped_modules:
             interventions.append(Skip(self._skipped_modules, run.output, when=run.is_skipped))

@@ -68,6 +68,7 @@ class Stages(Sequence[Stage]):
         continues: Whether these stages also compute the next steps of a sequence.
         verified: `"bit-equal"` if the output of the stages on the example equals that of the model to the last bit;
             otherwise the largest difference, or why that is not known.
+        gradients: With `grad=True`, the comparison of the gradients on the example; None: they are not compared.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Stages(Sequence[Stage]):
         self.at = tuple(cut.at for cut in chosen)
         self.fingerprint = splitter.fingerprint
         self.verified = result.verified
+        self.gradients = result.gradients
         self._variants: StageVariants | None = None
         self.continues = result.continues
 
@@ -139,9 +141,13 @@ class Stages(Sequence[Stage]):
         args, kwargs = map_tensors(lambda tensor: tensor, (inputs.args, inputs.kwargs), fill_placeholders)
         model = self._stages[0].model
         try:
-            stages = Splitter(model, Inputs(*args, **kwargs), self.fingerprint, self._splitter.state_arguments).at(
-                self.at
-            )
+            stages = Splitter(
+                model,
+                Inputs(*args, **kwargs),
+                self.fingerprint,
+                self._splitter.state_arguments,
+                grad=self._splitter.grad,
+            ).at(self.at)
         except NoMatch as error:
             names = ", ".join(named_arguments(model, inputs))
             raise Unsupported(

@@ -24,6 +24,7 @@ from microtome.split.boundary.boundary import Boundary
 from microtome.split.comparison import Difference, differences, state_differences
 from microtome.split.cuts.crossing import ValueLocation
 from microtome.split.execution.placeholder import PlaceholderRead
+from microtome.split.gradient_comparison import GradientComparison
 from microtome.split.stage import Stage
 from microtome.split.state.snapshot import digest_of
 from microtome.split.state.stage_state import StageState
@@ -45,10 +46,12 @@ class VerificationResult(NamedTuple):
     Attributes:
         verified: See `Stages.verified`.
         continues: Whether the same stages also compute the next step of a sequence.
+        gradients: See `Stages.gradients`.
     """
 
     verified: str
     continues: bool = False
+    gradients: GradientComparison | None = None
 
 
 class Verification:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from microtome.split.boundary.decoder import decode
+from microtome.split.boundary.gradients import gradients_of, run_backward
 from microtome.split.boundary.serialization import encode
 from microtome.split.boundary.tensor_bytes import moved
 from microtome.units import parse_size, size
@@ -88,6 +89,38 @@ class Boundary:
     def with_tensors(self, tensors: dict[str, Tensor]) -> Self:
         """A boundary with other tensors and the same facts."""
         return type(self)(self.at, self.fingerprint, tensors, vars(self)["_facts"], self.spare_bytes)
+
+    def gradients(self) -> Self:
+        """Return the gradients of the tensors, by name, after a backward through the tail.
+
+        This is for a boundary that came from another process, whose tensors a stage that was split with `grad=True`
+        makes leaves of the graph. Tensors that the output does not depend on have no gradient, and are missing. The
+        result is sent back like any boundary, and the head's boundary takes it: `backward`.
+
+        Raises:
+            BadQuery: The tensors are no leaves: the head ran in this process, and gradients flow back by themselves.
+        """
+        return gradients_of(self)  # type: ignore[return-value]
+
+    def backward(self, gradients: Boundary) -> None:
+        """Continue the backward in the head, with the gradients of its boundary's tensors that came back.
+
+        >>> import microtome as mt
+        >>> from microtome import zoo
+        >>> model, x = zoo.build("tiny-resnet")
+        >>> head, tail = mt.split(model, x, at="layer1", grad=True)
+        >>> sent = head(x)
+        >>> received = mt.Boundary.from_bytes(sent.to_bytes())  # in the other process
+        >>> tail(received).sum().backward()
+        >>> data = received.gradients().to_bytes()
+        >>> sent.backward(mt.Boundary.from_bytes(data))  # in the process of the head
+        >>> all(weight.grad is not None for weight in model.parameters())
+        True
+
+        Raises:
+            BadBoundary: They are not gradients of these tensors.
+        """
+        run_backward(self, gradients)
 
     def to_bytes(self, codec: str = "raw") -> bytes:
         """Serialize the boundary; `split/boundary/serialization.py` documents the format.

@@ -121,10 +121,15 @@ def duplicate(tensor: Tensor, device: torch.device | str | None = None) -> Tenso
 
 def moved(tensor: Tensor, device: torch.device | str) -> Tensor:
     """The tensor on a device, with its strides and alignment; the tensor itself if it is there."""
+    return tensor.to(device) if is_on(tensor, device) else duplicate(tensor, device)
+
+
+def is_on(tensor: Tensor, device: torch.device | str | None) -> bool:
+    """Whether a tensor is on a device; None: on any."""
+    if device is None:
+        return True
     target = torch.device(device)
-    if tensor.device.type == target.type and target.index in (None, tensor.device.index):
-        return tensor.to(target)
-    return duplicate(tensor, target)
+    return tensor.device.type == target.type and target.index in (None, tensor.device.index)
 
 
 def to_cpu(tensor: Tensor) -> Tensor:

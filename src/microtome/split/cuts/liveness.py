@@ -34,12 +34,16 @@ _INDEX = "aten.index.Tensor"
 class Liveness:
     """The values that are live at each cut of one run.
 
+    Args:
+        joins: Send values that share memory as that memory where it is smaller: gradients cannot cross this way.
+
     Attributes:
         memory_of: The memory of each value.
     """
 
-    def __init__(self, analysis: Analysis) -> None:
+    def __init__(self, analysis: Analysis, *, joins: bool = True) -> None:
         self.analysis = analysis
+        self._joins = joins
         self._trace = analysis.trace
         self.memory_of = [value.memory for value in analysis.trace.values]
         # Both sides have the weights, but a tail that skips a call does not have what that call returned of them.
@@ -116,7 +120,9 @@ class Liveness:
             has_one_dtype = len({values[value].dtype for value in members}) == 1
             if memory in written and not has_one_dtype:
                 crossing.refused = "the tail writes to a value that crosses, and that it also reads as another dtype"
-            is_smaller = self._trace.memories[memory].nbytes <= sum(values[value].nbytes for value in members)
+            is_smaller = self._joins and self._trace.memories[memory].nbytes <= sum(
+                values[value].nbytes for value in members
+            )
             if has_one_dtype and (is_smaller or memory in written or memory in viewed):
                 crossing.joined.add(memory)
 

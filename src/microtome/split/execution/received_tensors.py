@@ -11,6 +11,7 @@ from microtome.engine.arguments import as_non_leaf
 from microtome.engine.torch_internals import version_of
 from microtome.errors import BadBoundary, Unsupported, describe_error
 from microtome.split.boundary.boundary import Boundary
+from microtome.split.boundary.gradients import can_require_grad, differentiable_copy
 from microtome.split.boundary.schema import (
     PLACEHOLDER_DTYPES,
     ArgumentView,
@@ -21,7 +22,7 @@ from microtome.split.boundary.schema import (
     TensorItem,
 )
 from microtome.split.boundary.size_bounds import SizeBudget
-from microtome.split.boundary.tensor_bytes import duplicate, moved
+from microtome.split.boundary.tensor_bytes import duplicate, is_on, moved
 from microtome.split.cuts.crossing import ValueLocation
 from microtome.split.execution.placeholder import Placeholder, unwrap
 from microtome.split.execution.schedule import Schedule
@@ -33,6 +34,8 @@ class ReceivedTensors:
     Args:
         device: The device to move tensors to; None: they stay.
         release: Drop each tensor from the boundary after its last use.
+        grad: Let gradients flow to the tensors of the boundary. Those without a graph, such as deserialized ones,
+            become leaves that require a gradient.
     """
 
     def __init__(
@@ -43,7 +46,9 @@ class ReceivedTensors:
         device: torch.device | None,
         *,
         release: bool,
+        grad: bool = False,
     ) -> None:
+        self._grad = grad
         self._tensors = boundary.tensors
         self._device = device
         self._written = schedule.written
@@ -125,11 +130,24 @@ class ReceivedTensors:
                 "model modifies it in place. Pass tensors that do not overlap, or split the model on an example where "
                 "they overlap"
             )
+        if self._grad and name in self._requires_grad and can_require_grad(sent):
+            return self._prepare_differentiable(name, sent, is_written=is_written)
         tensor = sent if self._device is None else moved(sent, self._device)
         if tensor is sent and (is_written or (sent.is_inference() and not torch.is_inference_mode_enabled())):
             tensor = duplicate(tensor)
         if name in self._requires_grad:
             tensor = _require_grad(tensor)
+        if not is_written and (self._remaining_uses is None or name in self._overlapping):
+            self.expect_unmodified(name, tensor)
+        return tensor
+
+    def _prepare_differentiable(self, name: str, sent: Tensor, *, is_written: bool) -> Tensor:
+        """The tensor on this device, through which gradients flow to the boundary's."""
+        if not sent.requires_grad:
+            sent.requires_grad_()
+        tensor = sent
+        if is_written or not is_on(sent, self._device):
+            tensor = differentiable_copy(sent, self._device)
         if not is_written and (self._remaining_uses is None or name in self._overlapping):
             self.expect_unmodified(name, tensor)
         return tensor
@@ -161,5 +179,4 @@ def _require_grad(tensor: Tensor) -> Tensor:
 
     No gradient reaches the head. But kernels are chosen by `requires_grad`, and the code of a model may read it.
     """
-    can_require_grad = tensor.is_floating_point() or tensor.is_complex()
-    return as_non_leaf(tensor.detach()) if can_require_grad and torch.is_grad_enabled() else tensor
+    return as_non_leaf(tensor.detach()) if can_require_grad(tensor) else tensor

@@ -18,6 +18,7 @@ from microtome.split.analysis.call_arguments import CallArguments
 from microtome.split.analysis.signature import HASH_SEED, CallSignature
 from microtome.split.analysis.structure_spec import check_structure, flatten
 from microtome.split.boundary.boundary import Boundary
+from microtome.split.boundary.gradients import differentiable_copy, have_same_gradient
 from microtome.split.boundary.schema import (
     ArgumentAlias,
     ArgumentView,
@@ -74,10 +75,15 @@ class _OpenCall(NamedTuple):
 
 
 class BoundaryRecorder:
-    """Records the inputs, calls and random operators before a cut, and the tensors that cross it."""
+    """Records the inputs, calls and random operators before a cut, and the tensors that cross it.
 
-    def __init__(self, schedule: Schedule, state: StageState) -> None:
+    Args:
+        grad: Keep the tensors that cross in the graph of autograd.
+    """
+
+    def __init__(self, schedule: Schedule, state: StageState, *, grad: bool = False) -> None:
         self._schedule = schedule
+        self._grad = grad
         self._state = state
         self._follower = ScheduleFollower(schedule)
         self._open: dict[Call, _OpenCall] = {}
@@ -251,16 +257,25 @@ class BoundaryRecorder:
             raise PlaceholderRead(
                 f"{sent.name!r} crosses this cut, and needs values of {tensor.owner}, which did not cross", tensor
             )
-        requires_grad, tensor = tensor.requires_grad, tensor.detach()
+        requires_grad = tensor.requires_grad and torch.is_grad_enabled()
+        keeps_graph = self._grad and requires_grad
+        if not keeps_graph:
+            tensor = tensor.detach()
         if sent.is_storage:
+            if keeps_graph:
+                raise _shared_storage(sent.name)
             return self._send_storage(sent.name, tensor)
         name = sent.name
-        while (other := self._tensors.get(name)) is not None and (sent.is_copied or not is_same_view(other, tensor)):
+        while (other := self._tensors.get(name)) is not None and (
+            sent.is_copied or not is_same_view(other, tensor) or not have_same_gradient(other, tensor)
+        ):
             name += "'"
         if other is None:
-            self._tensors[name] = tensor = duplicate(tensor) if sent.is_copied else tensor
+            if sent.is_copied:
+                tensor = differentiable_copy(tensor) if keeps_graph else duplicate(tensor)
+            self._tensors[name] = tensor
             self._versions[name] = version_of(tensor)
-        if requires_grad and torch.is_grad_enabled():
+        if requires_grad:
             self._requires_grad[name] = None
         return SentTensor(name)
 
@@ -274,6 +289,13 @@ class BoundaryRecorder:
         else:
             self._tensors[name] = whole
         return StorageView(name, list(tensor.shape), list(tensor.stride()), int(tensor.storage_offset()))
+
+
+def _shared_storage(name: str) -> Unsupported:
+    return Unsupported(
+        f"{name!r} shares memory with another value that crosses the cut, and is modified in place after it: no "
+        "gradient can cross. Replace the in-place operator, or cut elsewhere"
+    )
 
 
 def _scheduled_parts(call: SkippedCall, arguments: CallArguments) -> list[StateParts]:

@@ -51,6 +51,7 @@ class Replayer:
         device: The device of the tail's weights, which tensors are moved to; None: unknown.
         state: The stage's own state.
         release: Drop each tensor from the boundary after its last use.
+        grad: Let gradients flow to the tensors of the boundary.
     """
 
     def __init__(
@@ -61,8 +62,10 @@ class Replayer:
         state: StageState,
         *,
         release: bool,
+        grad: bool = False,
     ) -> None:
         self._schedule = schedule
+        self._grad = grad
         self._device = device
         self._state = state
         self._follower = ScheduleFollower(schedule)
@@ -77,7 +80,7 @@ class Replayer:
         self._enclosing = iter(record.enclosing)
         self._is_ordered = record.hash_seed == HASH_SEED
         self._matched: set[int] = set()
-        self._tensors = ReceivedTensors(schedule, boundary, record, device, release=release)
+        self._tensors = ReceivedTensors(schedule, boundary, record, device, release=release, grad=grad)
         self._skipped: tuple[Call, SkippedCall] | None = None
 
     def make_inputs(self, spec: StructureSpec) -> Inputs:
@@ -125,7 +128,7 @@ class Replayer:
         arguments = read.tensors() if scheduled.uses_arguments else []
         for index, written in record.written:
             location = ValueLocation(scheduled.call, scheduled.argument_ranks[index], is_argument=True)
-            _write(arguments[index], self._tensors.restore(written, scheduled.address, location))
+            self._write(arguments[index], self._tensors.restore(written, scheduled.address, location))
         outputs: list[Tensor] = []
         for item in record.outputs:
             outputs.append(self._restore_output(scheduled, item, outputs, arguments))
@@ -168,7 +171,7 @@ class Replayer:
         ]
         if targets := op_schema(func).written(args, kwargs):
             for target, tensor in zip(targets, outputs, strict=True):
-                _write(target, tensor)
+                self._write(target, tensor)
             outputs = targets
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
@@ -234,7 +237,18 @@ class Replayer:
         argument = call.aliased_arguments[index]
         if argument is None or isinstance(item, PlaceholderSpec):  # which is no argument, other than on the example
             return tensor
-        return _write(arguments[argument], tensor)
+        return self._write(arguments[argument], tensor)
+
+    def _write(self, target: Tensor, tensor: Tensor) -> Tensor:
+        """Give a tensor the values that a skipped call wrote to it; a placeholder is materialized."""
+        target = unwrap(target)
+        if isinstance(target, Placeholder):
+            target.materialized = tensor
+            return tensor
+        if target is not tensor:
+            with torch.set_grad_enabled(self._grad and torch.is_grad_enabled()):
+                target.copy_(tensor)
+        return target
 
     def _refill(
         self, call: SkippedCall, container: Any, record: ContainerRecord, outputs: list[Tensor], arguments: list[Tensor]
@@ -289,15 +303,3 @@ def _item_at(tensors: list[Tensor], item: ArgumentAlias | OutputAlias, call: Ski
             f"expected one of {len(tensors)} {item.kind}s of {call.address!r}, got position {item.position}"
         )
     return tensors[item.position]
-
-
-def _write(target: Tensor, tensor: Tensor) -> Tensor:
-    """Give a tensor the values that a skipped call wrote to it; a placeholder is materialized."""
-    target = unwrap(target)
-    if isinstance(target, Placeholder):
-        target.materialized = tensor
-        return tensor
-    if target is not tensor:
-        with torch.no_grad():
-            target.copy_(tensor)
-    return target

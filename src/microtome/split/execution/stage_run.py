@@ -22,9 +22,10 @@ from microtome.split.state.stage_state import StageState
 class StageRun(Probe):
     """The probe of a stage's session; it is reused, since a session takes longer to make than to open."""
 
-    def __init__(self, begins: Schedule | None, ends: Schedule | None) -> None:
+    def __init__(self, begins: Schedule | None, ends: Schedule | None, *, grad: bool = False) -> None:
         self._begins = begins
         self._ends = ends
+        self._grad = grad
         self.reset()
 
     def reset(self) -> None:
@@ -38,7 +39,7 @@ class StageRun(Probe):
         self._thread = get_ident()
         self._state = state
         if self._ends is not None:
-            self._recorder = BoundaryRecorder(self._ends, state)
+            self._recorder = BoundaryRecorder(self._ends, state, grad=self._grad)
 
     def receive(self, boundary: Boundary, device: torch.device | None, spec: StructureSpec, *, release: bool) -> Inputs:
         """Take the output of the stage before, and return the model's arguments.
@@ -50,7 +51,7 @@ class StageRun(Probe):
         """
         assert self._begins is not None
         assert self._state is not None
-        self._replayer = Replayer(self._begins, boundary, device, self._state, release=release)
+        self._replayer = Replayer(self._begins, boundary, device, self._state, release=release, grad=self._grad)
         return self._replayer.make_inputs(spec)
 
     def record_inputs(self, inputs: FlatInputs) -> None:
