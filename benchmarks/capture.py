@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -46,6 +47,50 @@ def extracting() -> list[Target]:
         plain, looked = seconds(partial(model, x), partial(mt.extract, model, x, path))
         note = f"{name}, batch 4: {1e3 * plain:.0f} ms plain, {1e3 * looked:.0f} ms for block 3 of 12"
         targets.append(Target(f"extract block 3 of 12 of {name} / plain forward", looked / plain, 0.35, note=note))
+    return targets
+
+
+class _Reached(BaseException):
+    """Ends a forward in a hook."""
+
+
+def hooked(model: nn.Module, x: Any, path: str) -> Tensor:
+    """Return the output of a module by a forward hook that stops the run: the least that PyTorch code has to do."""
+    outputs: list[Tensor] = []
+
+    def hook(_: nn.Module, __: Any, output: Any) -> None:
+        outputs.append((output[0] if isinstance(output, tuple) else output).detach())
+        raise _Reached
+
+    handle = model.get_submodule(path).register_forward_hook(hook)
+    with suppress(_Reached):
+        model(x)
+    handle.remove()
+    return outputs[0]
+
+
+@torch.no_grad()
+def extracting_in_a_loop() -> list[Target]:
+    """Extract one layer again and again: the added time hardly depends on the model, a small one is the worst case."""
+    resnet = torchvision_model("resnet50")
+    from transformers import GPT2Config, GPT2Model
+
+    gpt2 = GPT2Model(GPT2Config(use_cache=False)).eval()
+    mlp = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(20))).eval()
+    cases: dict[str, tuple[nn.Module, Any, str, int]] = {
+        "resnet50, batch 1": (resnet, torch.randn(1, 3, 224, 224), "layer2", 15),
+        "gpt2, batch 1 of 64 tokens": (gpt2, torch.zeros(1, 64, dtype=torch.int64), "h.6", 15),
+        "an MLP of 40 modules": (mlp, torch.randn(8, 64), "10", 200),
+    }
+    targets = []
+    for name, (model, x, path, rounds) in cases.items():
+        extractor = mt.extractor(model, path)
+        extractor(x)
+        hook, ours = take_turns(
+            {"hook": partial(hooked, model, x, path), "ours": partial(extractor, x)}, rounds, min
+        ).values()
+        note = f"{name}: a hook {1e6 * hook:.0f} us, an extractor {1e6 * (ours - hook):.0f} us more"
+        targets.append(Target(f"mt.extractor at {path}, {name} / a hook that stops", ours / hook, 1.05, note=note))
     return targets
 
 
@@ -138,6 +183,7 @@ def run() -> list[Target]:
     return [
         *bounded(),
         *extracting(),
+        *extracting_in_a_loop(),
         *recording(),
         *attention(),
         *writing(),

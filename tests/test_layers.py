@@ -172,7 +172,7 @@ PRIVATE_PATH = re.compile(r"torch(\.\w+)*\._\w+(\.\w+)*")
 OPERATORS = re.compile(r"(torch\.ops\.|_?aten\b)")
 #: Attributes of our own classes that happen to be called as some of torch's are.
 OWN = {
-    "capture/extract.py": {"_values"},
+    "capture/module_capture.py": {"_values"},
     "capture/store/index.py": {"_check"},
     "engine/selectors.py": {"_indices"},
     "plan/data.py": {"_check"},

@@ -43,6 +43,7 @@ def test_public_names() -> None:
             "edit",
             "errors",
             "extract",
+            "extractor",
             "load",
         ),
         *(

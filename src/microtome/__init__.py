@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from microtome import errors, zoo
     from microtome.capture.attention.attention import attention, rollout
     from microtome.capture.edit import edit, noise, patch_from, scale, zero
-    from microtome.capture.extract import extract
+    from microtome.capture.extract import extract, extractor
     from microtome.capture.features import Features
     from microtome.capture.record import record
     from microtome.devices.meters import Meter, register_meter
@@ -75,6 +75,7 @@ __all__ = [
     "edit",
     "errors",
     "extract",
+    "extractor",
     "load",
     "load_exported",
     "load_stage",
@@ -104,7 +105,7 @@ _MODULES = {
     for module, names in {
         "microtome.capture.attention.attention": ["attention", "rollout"],
         "microtome.capture.edit": ["edit", "noise", "patch_from", "scale", "zero"],
-        "microtome.capture.extract": ["extract"],
+        "microtome.capture.extract": ["extract", "extractor"],
         "microtome.capture.features": ["Features"],
         "microtome.capture.record": ["record"],
         "microtome.devices.meters": ["Meter", "register_meter"],

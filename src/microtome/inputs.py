@@ -78,6 +78,8 @@ class Inputs:
         """
         if isinstance(inputs, Inputs):
             return inputs
+        if isinstance(inputs, Tensor):  # by far the most frequent
+            return cls(inputs)
         if inputs is None and model is not None and any(map(_is_required, _parameters(model).values())):
             raise no_inputs_error(model)
         create = _InputFactory(device or ("cpu" if model is None else device_of(model)), _dtype_of(model))

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from microtome.capture.extract import extractor
 from microtome.errors import BadInputs, BadQuery, BadWeights, NotInstalled, Unsupported
 from microtome.scale.ray import extract, profile, record
 from microtome.scale.ray.blocks import RowSlice, divide, split_batches
@@ -111,7 +112,7 @@ def test_a_model_runs_in_eval_mode() -> None:
 
 def feature_columns(model: nn.Module, kept: list[str]) -> FeatureColumns:
     stage = FeatureColumns.__new__(FeatureColumns)
-    stage._spec, stage._model, stage._at, stage._columns = WorkerModel(model), model, "", Columns("x")
+    stage._spec, stage._extract, stage._columns = WorkerModel(model), extractor(model, ""), Columns("x")
     stage._kept, stage._reduce = kept, None
     return stage
 

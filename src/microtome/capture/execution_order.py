@@ -9,10 +9,10 @@ from collections import OrderedDict
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from microtome.capture.model_state import NotHashable, attribute_key
 from microtome.engine import Call, Probe, Session
-from microtome.engine.attributes import dict_of
 from microtome.engine.meta_run import substitute_tensors
 from microtome.engine.probes import AnyOp, Where
 from microtome.engine.selectors import named_modules
@@ -23,7 +23,6 @@ from microtome.results.trace import TensorMode
 #: The cached orders, by the id of the model and by cache key.
 _cache: dict[int, tuple[weakref.ref[nn.Module], OrderedDict[Any, tuple[str, ...] | None]]] = {}
 _CACHE_SIZE = 16
-_MAX_DEPTH = 6
 _TENSOR_MODES: tuple[TensorMode, ...] = ("meta", "fake")
 
 
@@ -100,36 +99,17 @@ def _random_states() -> Any:
 def _cache_key(model: nn.Module, inputs: Inputs, fast_paths: bool) -> Any:
     """Return a hashable key of everything the order depends on; None if there is no such key."""
     try:
-        arguments = _hashable((inputs.args, inputs.kwargs))
-        state = tuple((path, type(module), _hashable(vars(module))) for path, module in named_modules(model))
-    except _NotHashable:
+        state = tuple((path, type(module), attribute_key(vars(module))) for path, module in named_modules(model))
+        return run_key(inputs), state, fast_paths
+    except NotHashable:
         return None
+
+
+def run_key(inputs: Inputs) -> Any:
+    """Return a hashable key of what the order depends on besides the model.
+
+    Raises:
+        NotHashable: There is none.
+    """
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
-    return arguments, state, modes, fast_paths
-
-
-class _NotHashable(Exception):
-    """A value whose changes cannot be detected."""
-
-
-def _hashable(value: Any, depth: int = 0) -> Any:
-    """Return a key that is equal for values a model cannot distinguish without the values of tensors."""
-    if isinstance(value, int | bool | str | float | None):
-        return value.__class__, value
-    if isinstance(value, Tensor):
-        if value.is_nested:  # it has several shapes
-            raise _NotHashable
-        return "tensor", tuple(value.shape), value.dtype, value.device
-    if isinstance(value, nn.Module | type) or callable(value):
-        return id(value)
-    if depth > _MAX_DEPTH:
-        raise _NotHashable
-    if isinstance(value, list | tuple | set | frozenset):
-        return (value.__class__, *(_hashable(item, depth + 1) for item in value))
-    if isinstance(value, dict):
-        return (value.__class__, *((str(name), _hashable(item, depth + 1)) for name, item in value.items()))
-    if isinstance(value, torch.dtype | torch.device):
-        return str(value)
-    if type(value).__dictoffset__:  # it has a `__dict__`
-        return type(value), _hashable(dict_of(value), depth + 1)
-    raise _NotHashable
+    return attribute_key((inputs.args, inputs.kwargs)), modes

@@ -12,7 +12,7 @@ from torch import Tensor
 from microtome.engine import Probe
 from microtome.engine.probes import AnyOp, Where
 from microtome.engine.pytree import map_tensors, tensors_in
-from microtome.engine.torch_internals import storage_id
+from microtome.engine.torch_internals import count_references, storage_id
 from microtome.errors import BadQuery, describe_error
 from microtome.trace.op_schema import op_schema
 
@@ -89,6 +89,17 @@ class CopyOnWrite(Probe):
 
     def __init__(self) -> None:
         self._watched: dict[int, list[Tensor]] = {}
+
+    def clear(self) -> None:
+        """Watch no tensors any longer."""
+        self._watched.clear()
+
+    def owns_storages(self) -> bool:
+        """Return whether nothing else refers to the storages of the watched tensors."""
+        return all(
+            count_references(tensors[0]) == len({id(tensor) for tensor in tensors})
+            for tensors in self._watched.values()
+        )
 
     def watch(self, value: Any) -> None:
         """Watch the storages of the tensors in a value."""

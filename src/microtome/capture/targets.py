@@ -88,12 +88,22 @@ class Targets:
         """The addresses of calls that are selected one by one, as `Call.address` gives them."""
         return [*self.calls.addresses, *self._owners.addresses]
 
+    def selects(self, address: str) -> bool:
+        """Return whether the output of a call, by its address, is selected."""
+        path, index = split_call_index(address)
+        return self.calls.has(path, index or 0)
+
     def address(self, call: Call) -> str:
         """Return the address of a selected call, with `#0` if the selector has it."""
         return (self.calls if call.path in self.modules else self._owners).address(call)
 
     def check(
-        self, captured: Iterable[str], last_calls: Mapping[str, int], ops: dict[str, list[str]]
+        self,
+        captured: Iterable[str],
+        last_calls: Mapping[str, int],
+        ops: dict[str, list[str]],
+        *,
+        is_complete: bool = True,
     ) -> tuple[str, ...]:
         """Return the paths that a pattern selects and that never ran.
 
@@ -101,6 +111,7 @@ class Targets:
             captured: The paths and operators that were captured.
             last_calls: The index of the last call of each module that ran, by path.
             ops: The names of operators that ran, by the path of their call.
+            is_complete: Whether `last_calls` has all modules that ran; False: the selected ones alone.
 
         Raises:
             NoMatch: A path that a selector names never ran, or nothing that it matches.
@@ -111,7 +122,7 @@ class Targets:
             _check_index(selector, selection, last_calls)
             absent = sorted(selection.modules.keys() - captured_names)
             if absent and (len(absent) == len(selection.modules) or isinstance(selector, nn.Module)):
-                raise _not_captured_error(self._model, absent[0], ran)
+                raise _not_captured_error(self._model, absent[0], ran if is_complete or absent[0] in ran else None)
             missing |= dict.fromkeys(absent)
         for text, selection, pattern in self._ops:
             _check_index(text.rpartition("/")[0], selection, last_calls)
@@ -144,7 +155,12 @@ def _ancestors(path: str) -> list[str]:
     return ["", *accumulate(path.split(".")[:-1], "{}.{}".format)]
 
 
-def _not_captured_error(model: nn.Module, path: str, ran: set[str]) -> NoMatch:
+_NOT_REACHED = "this input did not lead to it, or its .forward() was called directly"
+
+
+def _not_captured_error(model: nn.Module, path: str, ran: set[str] | None) -> NoMatch:
+    if ran is None:
+        return NoMatch(f"{path!r} never ran: {_NOT_REACHED}")
     if path in ran:
         return NoMatch(
             f"{path!r} returned no tensor: expected one in a tuple, list, mapping or dataclass. "
@@ -173,7 +189,7 @@ def explain_missing_call(model: nn.Module, path: str, ran: set[str]) -> str:
     if isinstance(parent, nn.MultiheadAttention):
         return "MultiheadAttention uses its weights and does not call it; select the attention itself"
     if parent_path in ran:
-        return "this input did not lead to it, or its .forward() was called directly"
+        return _NOT_REACHED
     return "the module that contains it did not run either with this input"
 
 

@@ -252,6 +252,7 @@ CALLS = SelfTest(
         "torch._C._is_any_autocast_enabled": self_test_ops.detects_autocast,
         "torch._safe_softmax": self_test_ops.masks_whole_rows,
         "UntypedStorage._cdata": self_test_ops.identifies_storages,
+        "torch._C._storage_Use_Count": self_test_ops.counts_references,
         "Tensor._version": self_test_ops.counts_mutations,
         "Tensor._make_wrapper_subclass": self_test_ops.wraps_tensors,
     }

@@ -50,6 +50,13 @@ def counts_dispatch_modes() -> bool:
     return (during, internals.count_dispatch_modes()) == (1, 0)
 
 
+def counts_references() -> bool:
+    x = torch.ones(1)
+    alone = internals.count_references(x)
+    alias = x.detach()
+    return (alone, internals.count_references(x), internals.count_references(alias)) == (1, 2, 2)
+
+
 def _function_mode(observed: list[Any], reads: list[Tensor]) -> FunctionMode:
     def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         observed.append(func)

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Collection, Container, Iterable, Iterator
 from contextlib import ExitStack
+from traceback import walk_tb
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -31,11 +32,11 @@ from microtome.engine.interventions import (
 from microtome.engine.module_calls import AnyCall, chain
 from microtome.engine.module_index import ModelIndex, ModuleIndex, ProcessIndex
 from microtome.engine.probes import Probe
-from microtome.engine.selectors import Selector, check_model, select
+from microtome.engine.selectors import Selector, check_model, named_modules, select
 from microtome.engine.signals import Modes, SignalSafe, deliver_signals, pending_signals, signal_safe
 from microtome.engine.thread_stacks import is_in_module_call
 from microtome.engine.threads import Thread, Threads
-from microtome.engine.torch_internals import current_graph_task, next_sequence_number
+from microtome.engine.torch_internals import CALL, current_graph_task, next_sequence_number
 from microtome.errors import MicrotomeError, SessionError, Unsupported
 
 #: The beginnings of notes that name the call in which an exception was raised.
@@ -367,24 +368,37 @@ class Session(SignalSafe[Any]):
         if self.model is not None:
             self._interventions.update(self.model, self._index)
 
+    def _failed_path(self, error: BaseException) -> tuple[str, nn.Module] | None:
+        """The innermost module whose call raised, and its path; None if the session observes it."""
+        frames = (frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code is CALL)
+        module = next((frame.f_locals["self"] for frame in reversed(list(frames))), None)
+        if module is None or id(module) not in self._index.ignored or self.model is None:
+            return None
+        return next(((path, module) for path, other in named_modules(self.model) if other is module), None)
+
     def _notify_failure(self, call: Call, error: BaseException) -> None:
         self._threads.current().pending_intervention = None
         if self._open is None:
             return
-        _name_failed_call(call, error)
+        _name_failed_call(call, error, self._failed_path(error) if self._index.ignored else None)
         try:
             notify(self._probes.fail, "fail", call, error)
         except MicrotomeError as second:  # the error of the model takes precedence
             error.add_note(str(second))
 
 
-def _name_failed_call(call: Call, error: BaseException) -> None:
-    """Add a note with the innermost call, which fails first, to an exception of the model."""
+def _name_failed_call(call: Call, error: BaseException, inner: tuple[str, nn.Module] | None) -> None:
+    """Add a note with the innermost call, which fails first, to an exception of the model.
+
+    Args:
+        inner: A module that failed inside the call, unobserved, and its path.
+    """
     is_named = any(note.startswith(_FAILED_CALL) for note in getattr(error, "__notes__", ()))
     if is_named or isinstance(error, MicrotomeError) or not isinstance(error, Exception):
         return
-    where = f"the call {call.address!r}" if call.address else "the model itself"
-    error.add_note(f"in {where} ({type(call.module).__name__})")
+    address, module = (call.address, call.module) if inner is None else inner
+    where = f"the call {address!r}" if address else "the model itself"
+    error.add_note(f"in {where} ({type(module).__name__})")
 
 
 def _run_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:

@@ -67,6 +67,9 @@ try:
     pack_padded_sequence: Any = torch._VF._pack_padded_sequence
     pad_packed_sequence: Any = torch._VF._pad_packed_sequence
 
+    #: The number of references to a storage, by its identity.
+    _count_references: Callable[[int], int] = torch._C._storage_Use_Count
+
     # -- modes ---------------------------------------------------------------------------------------------------------
 
     #: Whether autocast is on in this thread for any device.
@@ -139,6 +142,12 @@ def schema_of(func: OpOverload) -> Any:
 def storage_id(tensor: Tensor) -> int:
     """The identity of a tensor's storage, while that is alive."""
     return tensor.untyped_storage()._cdata
+
+
+def count_references(tensor: Tensor) -> int:
+    """The number of tensors that share a tensor's storage, itself included, and of other references to the storage."""
+    storage = tensor.untyped_storage()
+    return _count_references(storage._cdata) - 1  # that of `storage`
 
 
 def versions_of(tensors: Iterable[Tensor]) -> list[Any]:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from microtome.capture.extract import extract as extract_features
+from microtome.capture.extract import extractor
 from microtome.capture.options import Reduce, find_reduction
 from microtome.capture.targets import Targets
 from microtome.engine import Selector
@@ -80,8 +80,7 @@ class FeatureColumns:
         import ray
 
         self._spec: WorkerModel = ray.get(spec_refs[0])
-        self._model = self._spec.load()
-        self._at = at
+        self._extract = extractor(self._spec.load(), at)
         self._columns = columns
         self._kept = kept
         self._reduce = reduce
@@ -89,7 +88,7 @@ class FeatureColumns:
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Batch:
         inputs = self._columns.inputs_of(batch, self._spec.device)
-        feats = extract_features(self._model, inputs, self._at)
+        feats = self._extract(inputs)
         result: Batch = {name: batch[name] for name in self._kept}
         rows = len(next(iter(batch.values())))
         for address in feats.addresses:
