@@ -22,6 +22,8 @@ import microtome as mt
 from benchmarks.report import Target
 from benchmarks.timing import take_turns
 from benchmarks.trace import torchvision_model
+from microtome import zoo
+from microtome.compat import vit_pytorch
 
 MIB = 2**20
 
@@ -116,8 +118,6 @@ def recording() -> list[Target]:
 def attention() -> list[Target]:
     if not find_spec("vit_pytorch"):
         return []
-    from microtome.compat.vit_pytorch import Recorder
-
     theirs_is: Any = import_module("vit_pytorch")
     old_kind: Any = import_module("vit_pytorch.recorder").Recorder
 
@@ -127,10 +127,37 @@ def attention() -> list[Target]:
         return model
 
     x, vit = torch.randn(4, 3, 224, 224), small()
-    old, ours, bare = old_kind(small().eval()), Recorder(vit), small()
+    old, ours, bare = old_kind(small().eval()), vit_pytorch.Recorder(vit), small()
     plain, theirs, mine = seconds(lambda: bare(x), lambda: old(x), lambda: ours(x))
     note = f"ViT-S/16, batch 4: {1e3 * plain:.0f} ms plain, theirs {theirs / plain:.3f}, ours {mine / plain:.3f} of it"
     return [Target("Recorder on ViT-S/16 / vit-pytorch's", mine / theirs, 1.0, note=note)]
+
+
+def drop_ins() -> list[Target]:
+    """Compare the drop-ins with vit-pytorch's own on a model so small that the time of a call is all overhead."""
+    if not find_spec("vit_pytorch"):
+        return []
+    zoo.import_torchvision()  # vit-pytorch imports it
+    targets = []
+    for name, training in (("Extractor", False), ("Recorder", False), ("Recorder", True)):
+        theirs = getattr(import_module(f"vit_pytorch.{name.lower()}"), name)(tiny_vit()).train(training)
+        ours = getattr(vit_pytorch, name)(tiny_vit()).train(training)
+        bare, x = tiny_vit().train(training), torch.randn(1, 3, 32, 32)
+        with torch.no_grad():
+            contestants = {"bare": partial(bare, x), "theirs": partial(theirs, x), "ours": partial(ours, x)}
+            times = take_turns(contestants, 100, min)
+        mode = "training" if training else "eval"
+        parts = ", ".join(f"{who} {1e6 * value:.0f} us" for who, value in times.items())
+        note = f"{name}, {mode}: {parts}"
+        label = f"{name} on a ViT of 46 modules, {mode} / vit-pytorch's"
+        targets.append(Target(label, times["ours"] / times["theirs"], 1.1, note=note))
+    return targets
+
+
+def tiny_vit() -> nn.Module:
+    options = {"image_size": 32, "patch_size": 8, "num_classes": 10, "dim": 64, "depth": 2, "heads": 2, "mlp_dim": 128}
+    vit: nn.Module = import_module("vit_pytorch").ViT(**options)
+    return vit
 
 
 def writing() -> list[Target]:
@@ -186,5 +213,6 @@ def run() -> list[Target]:
         *extracting_in_a_loop(),
         *recording(),
         *attention(),
+        *drop_ins(),
         *writing(),
     ]  # first, before others leave memory to reuse

@@ -6,6 +6,7 @@ import copy
 import gc
 import math
 import pickle
+import random
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -696,19 +697,62 @@ def test_a_changed_model_is_observed_again() -> None:
     assert same(recorder(x), Recorder(vit)(x))
 
 
-def test_in_training_mode_every_call_observes_all_operators() -> None:
+def test_in_training_mode_a_call_runs_the_model_once_on_the_same_random_numbers() -> None:
     vit, x = plain_vit(dropout=0.5), image()
     recorder = Recorder(vit)
     recorder(x)
     vit.train()
-    torch.manual_seed(3)
-    got = recorder(x)
-    torch.manual_seed(3)
-    assert same(got, Recorder(vit)(x))
-    state = torch.get_rng_state()
-    torch.manual_seed(3)
-    vit(x)
-    assert torch.get_rng_state().equal(state)  # it ran once
+    for seed in range(3):
+        torch.manual_seed(seed)
+        got = recorder(x)
+        state = torch.get_rng_state()
+        torch.manual_seed(seed)
+        assert same(got, Recorder(vit)(x))
+        torch.manual_seed(seed)
+        vit(x)
+        assert torch.get_rng_state().equal(state)
+
+
+def test_a_layer_that_is_dropped_at_random_is_dropped_for_the_recorder_too() -> None:
+    class DropsLayers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.transformer = plain_vit().get_submodule("transformer")
+
+        def forward(self, x: Tensor) -> Tensor:
+            for attention, _ in self.transformer.layers:  # type: ignore[union-attr]
+                if torch.rand(()) < 0.5 or random.random() < 0.2:
+                    x = attention(x)
+            return x + torch.rand(1)
+
+    model, x = DropsLayers().train(), torch.randn(1, 4, 12)
+    recorder = Recorder(model)
+    for seed in range(12):
+        random.seed(seed)
+        torch.manual_seed(seed)
+        expected, state = model(x), torch.get_rng_state()
+        random.seed(seed)
+        torch.manual_seed(seed)
+        try:
+            output, _ = recorder(x)
+        except NoMatch:  # all layers were dropped
+            continue
+        assert torch.equal(output, expected)
+        assert torch.get_rng_state().equal(state)
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.Identity])
+def test_buffers_change_once_in_each_call(kind: type[nn.Module]) -> None:
+    vit, x = plain_vit(), image()
+    vit.extra = kind(5)
+    head = vit.get_submodule("mlp_head")
+    vit.mlp_head = nn.Sequential(head, vit.extra)
+    vit.train()
+    recorder = Recorder(vit)
+    for _ in range(3):
+        recorder(x)
+    if isinstance(vit.extra, nn.BatchNorm1d):
+        assert vit.extra.num_batches_tracked == 3
 
 
 def test_a_recorder_with_a_cache_can_be_copied() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from microtome.capture.attention.attention import no_attention_error
 from microtome.capture.attention.cached import CachedAttention
-from microtome.capture.extract import extract
+from microtome.capture.feature_extractor import FeatureExtractor
 from microtome.capture.retention import check_device
 from microtome.compat.subclass_checks import refuse_overrides
 from microtome.engine import select, tensors_in
@@ -80,7 +81,8 @@ class _ModelWrapper(nn.Module):
             name = type(self).__name__
             raise Ejected(f"this {name} has been ejected and cannot be used anymore: create another {name}(vit)")
         self.clear()
-        self.hook_registered = True
+        if not self.hook_registered:  # setting an attribute of a module takes microseconds
+            self.hook_registered = True
         if self.device is not None:
             return self.device
         return next((tensor.device for tensor in tensors_in((inputs.args, inputs.kwargs))), None)
@@ -126,6 +128,7 @@ class Extractor(_ModelWrapper):
         self.return_embeddings_only = return_embeddings_only
         self.detach_fn: Callable[[Tensor], Any] = clone_and_detach if detach else identity
         self.latents: Any = None
+        self._extractor: tuple[Any, FeatureExtractor] | None = None
         self._find()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -133,6 +136,9 @@ class Extractor(_ModelWrapper):
             self.__dict__[name] = value
         else:
             super().__setattr__(name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_extractor": None}  # a copy has another model
 
     def clear(self) -> None:
         self.latents = None
@@ -144,18 +150,9 @@ class Extractor(_ModelWrapper):
             args = (image,)
         inputs = self._inputs(args, kwargs)
         device = self._begin(inputs)
-        path, layer = self._find()
-        detach, is_custom = self.detach_fn is clone_and_detach, self.detach_fn not in (clone_and_detach, identity)
-        feats = extract(
-            self.vit,
-            inputs,
-            layer,
-            stop=False,
-            inputs=self.layer_save_input,
-            detach=detach,
-            clone=detach or is_custom,
-            device=None if is_custom else device,
-        )
+        is_custom = self.detach_fn not in (clone_and_detach, identity)
+        feats = self._find_extractor(None if is_custom else device)(inputs)
+        path = next(iter(feats))
         latents = feats[path]
         if self.layer_save_input:
             arguments = feats.inputs(path)
@@ -164,6 +161,21 @@ class Extractor(_ModelWrapper):
             latents = map_tensors(lambda tensor: _move(self.detach_fn(tensor), device), latents)
         self.latents = latents
         return latents if return_embeddings_only or self.return_embeddings_only else (feats.output, latents)
+
+    def _find_extractor(self, device: torch.device | str | None) -> FeatureExtractor:
+        """Return the extractor of the last call if it serves this one too, or a new one."""
+        detach, is_custom = self.detach_fn is clone_and_detach, self.detach_fn not in (clone_and_detach, identity)
+        options: dict[str, Any] = {
+            "inputs": bool(self.layer_save_input),
+            "detach": detach,
+            "clone": detach or is_custom,
+        }
+        named = self.layer_name if self.layer is None else self.layer
+        layer = _attribute_at(self.vit, named) if isinstance(named, str) else named
+        key = self.vit, layer, device, options
+        if self._extractor is None or layer is None or self._extractor[0] != key:
+            self._extractor = key, FeatureExtractor(self.vit, self._find()[1], stop=False, device=device, **options)
+        return self._extractor[1]
 
     def _find(self) -> tuple[str, nn.Module]:
         named = self.layer_name if self.layer is None else self.layer
@@ -237,6 +249,15 @@ class Recorder(_ModelWrapper):
 
     def _add(self, _: str, weights: Tensor) -> None:
         self.recordings.append(weights if self._device is None else weights.to(self._device))
+
+
+def _attribute_at(model: nn.Module, name: str) -> nn.Module | None:
+    """Return the module that a dotted name leads to, through attributes of any kind; None if there is none."""
+    try:
+        found = attrgetter(name)(model)
+    except AttributeError:
+        return None
+    return found if isinstance(found, nn.Module) else None
 
 
 def identity(tensor: Tensor) -> Tensor:

@@ -84,6 +84,21 @@ def preserve_random_states(classes: Iterable[type], devices: Iterable[torch.devi
             numpy.random.set_state(numpy_before)
 
 
+class SavedRandomStates:
+    """The states of torch's generator of the CPU, `random` and numpy, to be restored in a process of one thread."""
+
+    def __init__(self) -> None:
+        self._torch = torch.get_rng_state()
+        self._python = random.getstate()
+        self._numpy = None if (numpy := sys.modules.get("numpy")) is None else numpy.random.get_state(legacy=False)
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._torch)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+
+
 def numpy_state() -> Any:
     """The state of numpy's global generator in a form that can be compared; None while numpy is not imported."""
     numpy = sys.modules.get("numpy")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 from microtome.capture.attention.probe import ATTENTION, AttentionProbe, WeightSource, split_heads
 from microtome.engine import Call, Probe, Session
 from microtome.engine.composite_ops import suspend_tracing
+from microtome.engine.random_states import SavedRandomStates
 from microtome.engine.selectors import CallSelection
-from microtome.engine.torch_internals import count_dispatch_modes
+from microtome.engine.torch_internals import count_dispatch_modes, own_buffers, own_parameters
 from microtome.inputs import Inputs
 
 Capture = Callable[[str, Tensor], object]
@@ -22,8 +24,9 @@ class CachedAttention:
     """Captures the attention of a model in each run, and caches which modules compute it.
 
     If `nn.Softmax` modules computed all attention of a run, later runs observe only these, at lower cost. A later run
-    that calls them in another order is discarded, and repeated with all operators observed. In training mode a repeated
-    run would differ, so all operators are observed.
+    that calls them in another order is discarded, and repeated with all operators observed. In training mode this takes
+    a process of one thread and a model on the CPU without buffers, so that the repeated run draws the same random
+    numbers and nothing else has changed; elsewhere, and after a run that was discarded, all operators are observed.
 
     Args:
         capture: Called with the address and the weights of each layer, as by `AttentionProbe`.
@@ -34,6 +37,7 @@ class CachedAttention:
         self._capture = capture
         self._discard = discard
         self._cache: _Cache | None = None
+        self._may_repeat_training = True
 
     def run(self, model: nn.Module, inputs: Inputs, at: nn.Module | None) -> tuple[Any, AttentionProbe | None]:
         """Run the model, and return its output and the probe; None: only `nn.Softmax` modules were observed.
@@ -43,13 +47,19 @@ class CachedAttention:
         """
         cache, self._cache = self._cache, None
         modules = list(model.modules())
-        if cache is not None and cache.is_valid(modules):
+        is_training = any(module.training for module in modules)
+        can_repeat = not is_training or (self._may_repeat_training and _has_state_on_cpu_only(modules))
+        if cache is not None and can_repeat and cache.is_valid(modules):
+            before = SavedRandomStates() if is_training else None
             with cache.session:
                 output = inputs.run(model)
             if cache.probe.matches():
                 self._cache = cache
                 return output, None
             self._discard()
+            if before is not None:
+                self._may_repeat_training = False
+                before.restore()
         probe = AttentionProbe(self._capture, at=None if at is None else CallSelection(model, at))
         with Session(model, [probe], composite=ATTENTION, other_threads="ignore"):
             output = inputs.run(model)
@@ -58,7 +68,7 @@ class CachedAttention:
         if has_selected and len(sources) == len(probe.sources) and not probe.fused_ops:
             softmax = _SoftmaxProbe(self._capture, sources)
             session = Session(model, [softmax], at=softmax.paths, other_threads="ignore")
-            self._cache = _Cache(softmax, session, modules)
+            self._cache = _Cache(softmax, session, modules, [module.training for module in modules])
         return output, probe
 
 
@@ -90,11 +100,20 @@ class _SoftmaxProbe(Probe):
         return calls == list(self._sources)
 
 
+def _has_state_on_cpu_only(modules: list[nn.Module]) -> bool:
+    """Return whether random states of the CPU and this thread are all that a forward of the modules changes."""
+    tensors = [tensor for module in modules for tensor in own_parameters(module).values() if tensor is not None]
+    has_buffers = any(own_buffers(module) for module in modules)
+    return not has_buffers and all(tensor.is_cpu for tensor in tensors) and threading.active_count() == 1
+
+
 class _Cache(NamedTuple):
     probe: _SoftmaxProbe
     session: Session
     modules: list[nn.Module]
+    modes: list[bool]
 
     def is_valid(self, modules: list[nn.Module]) -> bool:
-        """Return whether a model still has the same modules, all in eval mode."""
-        return list(map(id, modules)) == list(map(id, self.modules)) and not any(module.training for module in modules)
+        """Return whether a model still has the same modules, in the same training modes."""
+        are_same = list(map(id, modules)) == list(map(id, self.modules))
+        return are_same and [module.training for module in modules] == self.modes
