@@ -37,7 +37,7 @@ test-gpu: $(VENV)/.dev    ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
 
 test-ray: $(VENV)/.dev    ## the tests of microtome.scale.ray, on clusters of this machine; three minutes
-	$(PIP) -e '.[ray]'
+	$(PIP) -e '.[ray]' kubernetes-validate
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/scale src/microtome/scale
 
 zoo: $(VENV)/.dev         ## compare with the published figures of torchvision, and verify cuts of some 480 models: half an hour; SAVE=1 as below

@@ -186,7 +186,7 @@ def test_loaded_stages_are_served_and_the_client_has_the_first_and_the_last(tmp_
         refused = f"{a.address} serves the stage from 'stem' to 'layer1', not the one from 'stem' to '\\(output\\)'"
         with pytest.raises(RemoteError, match=refused):
             connected(first, None, a.address, at="stem")
-        with pytest.raises(RemoteError, match="does not serve the cut at 'stem'; it serves 'layer1'"):
+        with pytest.raises(RemoteError, match="at 'stem'; it serves 'layer1'. Pass the servers in the order of their"):
             connected(model, x, b.address, a.address)
         with pytest.raises(BadQuery, match="only the stage up to 'stem' and from 'layer1' on is here"):
             connected([first, last], None, a.address, at=["stem", "layer2"])
@@ -476,8 +476,13 @@ def test_mistakes_are_explained_before_anything_is_computed(
         connected(model, x, a, b, at=["stem", "layer9"])
     with pytest.raises(BadQuery, match="expected server= for one server, or servers= for several, got both"):
         mt.connect(model, x, a, servers=[a, b], at=CUTS)
-    with pytest.raises(BadQuery, match=r"expected a list of the servers of each stage"):
-        mt.connect(model, x, servers=[], at=CUTS)
+    for wrong in ([], a, {a: b}, [a, []]):
+        with pytest.raises(BadQuery, match=r"expected a list of the servers of each stage"):
+            mt.connect(model, x, servers=wrong, at=CUTS)  # type: ignore[arg-type]
+    with pytest.raises(BadQuery, match="the address of a server such as host:7070, got 7070: did you mean 127.0.0.1"):
+        connected(model, x, a, 7070)
+    with pytest.raises(BadQuery, match=r"expected one address, got 'a:1,b:1': pass several servers of a stage as"):
+        connected(model, x, "a:1,b:1", b)
     with pytest.raises(BadQuery, match="the address of a server such as host:7070, got 'nowhere'"):
         connected(model, x, a, "nowhere")
     with pytest.raises(BadQuery, match="forward: expected the address of a server such as host:7070, got 'b'"):

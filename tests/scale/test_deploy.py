@@ -150,6 +150,21 @@ def test_what_the_cluster_lacks_is_refused_before_anything_starts(deployed: Depl
     assert ray.serve.status().applications.keys() == before
 
 
+def test_an_interrupted_start_leaves_no_application(deployed: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
+    from microtome.scale.ray import deploy
+
+    run = ray.serve.run
+
+    def interrupt(*arguments: Any, **options: Any) -> None:
+        run(*arguments, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ray.serve, "run", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        deploy(deployed.stages, only=[1], name="interrupted", listen="127.0.0.1:0", num_cpus=0)
+    assert "interrupted" not in ray.serve.status().applications
+
+
 def test_a_replica_whose_weights_were_changed_does_not_start(deployed: Deployed, tmp_path: Path) -> None:
     from microtome.scale.ray import deploy
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import runpy
 import subprocess
@@ -229,6 +230,22 @@ def test_the_manifest_has_fields_that_kuberay_documents() -> None:
         assert mounted == {volume["name"] for volume in pod["volumes"]}
     labels, selector = head["template"]["metadata"]["labels"], port["spec"]["selector"]
     assert selector.items() <= labels.items()
+
+
+def test_kubernetes_accepts_the_pods_and_the_service_of_the_manifest() -> None:
+    kubernetes = pytest.importorskip("kubernetes_validate", reason="install kubernetes-validate, as make test-ray does")
+    yaml = pytest.importorskip("yaml", reason="PyYAML, which Ray depends on, is not installed")
+    service, port = yaml.safe_load_all((EXAMPLES / "kuberay.yaml").read_text())
+    cluster = service["spec"]["rayClusterConfig"]
+    resources = [port]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        resources.append({"apiVersion": "v1", "kind": "PodTemplate", "template": group["template"]})
+    for resource in resources:
+        kubernetes.validate(resource, "1.30", strict=True)
+    unknown = copy.deepcopy(resources[-1])
+    unknown["template"]["spec"]["containers"][0]["volumeMount"] = []
+    with pytest.raises(kubernetes.ValidationError, match="'volumeMount' was unexpected"):
+        kubernetes.validate(unknown, "1.30", strict=True)
 
 
 def test_ray_accepts_the_application_and_the_options_of_the_manifest() -> None:

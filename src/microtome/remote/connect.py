@@ -142,9 +142,15 @@ def _check_servers(inputs: Any, server: str | None, servers: Sequence[Servers] |
         return [(server,)]
     if server is not None:
         raise BadQuery(f"expected server= for one server, or servers= for several, got both {server!r} and {servers!r}")
-    if isinstance(servers, str) or not servers or not all(servers):
+    if not isinstance(servers, list | tuple) or not servers or not all(servers):
         raise BadQuery(f"expected a list of the servers of each stage, such as ['a:7070', 'b:7070'], got {servers!r}")
-    return [(stage,) if isinstance(stage, str) else tuple(stage) for stage in servers]
+    stages = [tuple(stage) if isinstance(stage, list | tuple) else (stage,) for stage in servers]
+    for joined in (one for stage in stages for one in stage if isinstance(one, str) and "," in one):
+        raise BadQuery(
+            f"expected one address, got {joined!r}: pass several servers of a stage as a list in the list, such as "
+            "[['a:7070', 'b:7070']]"
+        )
+    return stages
 
 
 def _check_auto(at: Any, servers: int) -> None:
@@ -239,9 +245,10 @@ def _check_stage(address: str, hello: Any, stage: StageRef) -> None:
     if stage.begins_at not in hello.cuts:
         served = [cut or INPUT for cut in hello.cuts]
         others = f" and {len(served) - 5} others" if len(served) > 5 else ""
+        order = ". Pass the servers in the order of their stages" if {*stage.cuts} & {*hello.cuts} else ""
         raise RemoteError(
             f"{address} does not serve the cut at {stage.begins_at or INPUT!r}; it serves "
-            f"{', '.join(map(repr, served[:5]))}{others}",
+            f"{', '.join(map(repr, served[:5]))}{others}{order}",
             "NO_CUT",
         )
     if not hello.any_stage and hello.ends_at != (stage.ends_at or ""):

@@ -97,6 +97,10 @@ def deploy(stages: Stages | str | Path, *, name: str = "microtome", **options: A
         reason = _find_reason(name) or describe_error(error)
         serve.delete(name)
         raise Unsupported(f"{name!r} did not start: {reason}") from error
+    except KeyboardInterrupt:
+        if name in serve.status().applications:
+            serve.delete(name)
+        raise
     handles = [serve.get_deployment_handle(_STAGE.format(index), name) for index in planned.chosen]
     handle = ClusterHandle(handles, planned.model, planned.spec, planned.retry_s)
     return Deployment(name, serve.get_deployment_handle(_INGRESS, name), handle)
