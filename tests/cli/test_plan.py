@@ -172,3 +172,42 @@ def test_profiles_of_another_model_or_without_times_are_refused(files: list[str]
     assert static.exit_code == 2
     assert "the profile of 'cloud' has no times" in static.output
     assert "Missing option '--cloud'" in run("zoo:tiny-vit", "--edge", tmp_path / "p.json", *LINK).output
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A profile with a backward."""
+    file = tmp_path_factory.mktemp("profiles") / "gpu.json"
+    mt.profile(*zoo.build("tiny-resnet"), measure="time", backward=True, repeat=3).to_json(file)
+    return file
+
+
+def test_training_is_planned_over_a_chain_of_devices(trained: Path, tmp_path: Path) -> None:
+    chain = [word for name in ("a", "b", "c") for word in ("--profile", f"{name}={trained}")]
+    words = ["--objective", "training", "--micro-batches", 8, "--schedule", "gpipe", "--optimizer-state", 0]
+    file = tmp_path / "plan.json"
+    result = run(*words, "zoo:tiny-resnet", *chain, "--bandwidth", "10Gbps", "--limit", "a=1GB", "--json", file)
+    assert result.exit_code == 0, result.output
+    assert "training on 8 micro-batches of x 2x3x32x32, gpipe" in result.output
+    plan = mt.load(file)
+    assert (plan.micro_batches, plan.schedule, list(plan.devices)) == (8, "gpipe", ["a", "b", "c"])
+    assert plan.limits == {"a": 10**9}
+    assert all(stage.optimizer_bytes == 0 for stage in plan.winner.training.stages)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--objective", "training"], "a plan of training needs micro-batches, such as --micro-batches 8, got None"),
+        (["--micro-batches", "2"], "micro-batches are of training"),
+        (["--profile", "a"], "expected NAME=F, got 'a'"),
+        (["--profile", "a=F", "--profile", "a=F"], "a is set twice"),
+        (["--profile", "a=F", "--limit", "b=1GB"], "expected a=VALUE, got 'b=1GB'"),
+        (["--profile", "a=F"], "choose --profile, or --edge and --cloud"),
+        (["--schedule", "zero-bubble"], "'zero-bubble' is not one of"),
+    ],
+)
+def test_wrong_options_of_chains_and_training_are_refused(files: list[str], words: list[str], message: str) -> None:
+    result = run("zoo:tiny-resnet", *files, *LINK, *words)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())

@@ -17,6 +17,7 @@ from microtome.cli.options import choices
 from microtome.flops.conventions import CONVENTIONS
 from microtome.plan.plan import OBJECTIVES
 from microtome.profile.accelerator import METHODS
+from microtome.results.plan import Schedule
 from microtome.zoo.sources import SOURCES
 
 #: Runs command lines, one after the other, and prints those after which a package is imported that need not be.
@@ -87,6 +88,7 @@ def test_the_choices_of_options_are_those_of_the_library() -> None:
     assert tuple(CONVENTIONS) == choices.CONVENTIONS
     assert tuple(METHODS) == choices.DEVICE_TIMES
     assert OBJECTIVES == choices.OBJECTIVES
+    assert get_args(Schedule) == choices.SCHEDULES
     assert get_args(Reduction) == choices.REDUCTIONS
     assert tuple(SOURCES) == choices.SOURCES
     assert zoo.names() == choices.BUILT_IN

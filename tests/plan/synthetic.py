@@ -65,6 +65,9 @@ def profile(
     joules: Sequence[float] | None = None,
     net: Sequence[float] | None = None,
     peaks: Sequence[int] | None = None,
+    backward: Sequence[float] | None = None,
+    saved: Sequence[int] | None = None,
+    frozen: Sequence[bool] | None = None,
     inputs: int = 1000,
     **facts: Any,
 ) -> Profile:
@@ -78,12 +81,15 @@ def profile(
     def row(at: int, name: str) -> Row:
         amounts: dict[str, Any] = {
             "params": PARAM_BYTES // 4,
+            "trainable_params": 0 if frozen and frozen[at] else PARAM_BYTES // 4,
             "param_bytes": PARAM_BYTES,
             "macs": 1,
             "time_s": seconds[at],
             "device_s": device[at] if device else None,
             "energy_j": joules[at] if joules else None,
             "net_energy_j": net[at] if net else None,
+            "backward_s": backward[at] if backward else None,
+            "saved_bytes": saved[at] if saved else None,
         }
         return Row(
             **amounts,
@@ -105,6 +111,8 @@ def profile(
         time_s=until[-1],
         energy_j=sum(joules) if joules else None,
         net_energy_j=sum(net) if net else None,
+        backward_s=sum(backward) if backward else None,
+        saved_bytes=sum(saved) if saved else None,
         type="Chain",
         height=2,
         inputs=given,

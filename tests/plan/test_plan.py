@@ -338,7 +338,7 @@ def but(address: str, **change: Any) -> Any:
             {"cloud": synthetic.profile([1.0, 1.0, 1.0], inputs=2000)},
             "expected inputs of 250 float32, .*got inputs of 500 float32 in the profile of 'cloud': .*same batch",
         ),
-        ({"objective": "speed"}, "expected objective 'latency', 'energy' or 'throughput', got 'speed'"),
+        ({"objective": "speed"}, "expected objective 'latency', 'energy', 'throughput' or 'training', got 'speed'"),
         (
             {"objective": "energy", "edge": CLOUD},
             r"'edge' has no energy: .* with measure=\[\"energy\"\], or estimate",

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from os import PathLike
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from microtome.errors import BadQuery, NotInstalled, describe_value
 from microtome.plan.codec_benchmark import codec_costs
@@ -18,6 +18,7 @@ from microtome.results.cuts import Cuts
 from microtome.results.link import Link
 from microtome.results.metrics import ENERGY, advise
 from microtome.results.phases import Phases
+from microtome.results.plan import Schedule
 from microtome.results.profile import Profile
 from microtome.split.boundary.codecs import parse_codec
 from microtome.units import parse_size
@@ -160,6 +161,26 @@ def check_factors(slower: Mapping[str, float] | None, names: Sequence[str]) -> d
         if not isinstance(factor, int | float) or not 0 < factor < inf:
             raise BadQuery(f"expected a factor above 0 on the times of {name!r}, got {factor!r}")
     return checked
+
+
+def check_unused(values: Mapping[str, Any]) -> None:
+    """Raise if an argument is set that a plan of training does not have."""
+    for name, value in values.items():
+        if value is not None:
+            raise BadQuery(f"expected no {name} in a plan of training, got {describe_value(value)}")
+
+
+def check_training(micro_batches: Any, schedule: Any, optimizer_state: Any) -> tuple[int, Schedule, float]:
+    if type(micro_batches) is not int or micro_batches < 1:
+        argument = advise("micro_batches=8", "--micro-batches 8")
+        raise BadQuery(
+            f"a plan of training needs micro-batches, such as {argument}, got {describe_value(micro_batches)}"
+        )
+    if schedule not in get_args(Schedule):
+        raise BadQuery(f"expected schedule {' or '.join(map(repr, get_args(Schedule)))}, got {schedule!r}")
+    if not isinstance(optimizer_state, int | float) or not 0 <= optimizer_state < inf:
+        raise BadQuery(f"expected optimizer_state of 0 or more, such as 2 for Adam, got {optimizer_state!r}")
+    return micro_batches, schedule, optimizer_state
 
 
 def devices_with_energy(

@@ -15,7 +15,7 @@ from microtome.errors import BadQuery, NoMatch
 from microtome.plan.codec_benchmark import crossing_values
 from microtome.results.codec_costs import CodecCosts
 from microtome.results.cuts import Cut, Cuts
-from microtome.results.metrics import TIME
+from microtome.results.metrics import BACKWARD_TIME, TIME
 from microtome.results.profile import Profile
 from microtome.units import shape
 
@@ -47,6 +47,16 @@ def check_profile(cuts: Cuts, name: str, profile: Profile) -> None:
         raise BadQuery(
             f"the profile of {name!r} is of an older microtome, without times between layers: profile the model there "
             "again"
+        )
+
+
+def check_backward(name: str, profile: Profile) -> None:
+    """Raise if a profile has no backward."""
+    if profile.total.backward_s is None or profile.total.saved_bytes is None:
+        reason = profile.unavailable.get("backward")
+        raise BadQuery(
+            f"the profile of {name!r} has no backward{f' ({reason})' if reason else ''}: profile the model there with "
+            f"{BACKWARD_TIME.advice}"
         )
 
 

@@ -65,10 +65,22 @@ class DeviceCosts:
         if all(row.elapsed_device_s is not None for row in ends):
             clocks.append([0.0, *(row.elapsed_device_s or 0.0 for row in ends)])
         self.elapsed_s = torch.tensor(clocks, dtype=torch.float64) * slower
+        self._slower = slower
 
     def run_s(self) -> Tensor:
         """Return the seconds from each point (row) to each other."""
         return (self.elapsed_s[:, None, :] - self.elapsed_s[:, :, None]).amax(0).clamp_(min=0.0)
+
+    @cached_property
+    def backward_elapsed_s(self) -> Tensor:
+        """Seconds of the backward of all before each point, with a row for each clock, as `elapsed_s`."""
+        total = self.profile.total
+        fields = ["backward_s", *(["backward_device_s"] if total.backward_device_s is not None else [])]
+        return torch.tensor([self._sums(field) for field in fields], dtype=torch.float64) * self._slower
+
+    def backward_s(self) -> Tensor:
+        """Return the seconds of the backward from each point (row) to each other."""
+        return (self.backward_elapsed_s[:, None, :] - self.backward_elapsed_s[:, :, None]).amax(0).clamp_(min=0.0)
 
     def run_j(self) -> Tensor | None:
         """Return the joules from each point (row) to each other."""
@@ -87,29 +99,30 @@ class DeviceCosts:
 
     @cached_property
     def joules(self) -> list[float] | None:
-        field = self.energy_field
-        if field is None:
-            return None
+        return None if self.energy_field is None else self._sums(self.energy_field)
+
+    def _sums(self, field: str) -> list[float]:
+        """Return the own costs of all calls from the beginning to each point, by the field of a row."""
         own = [getattr(row.own, field) or 0.0 for row in self.profile]
         by_end = [0.0] * len(own)
         for index, rank in enumerate(self._end_ranks):
             by_end[rank] = own[index]
         sums = list(accumulate(by_end))
         at_cuts = [
-            sums[self._end_ranks[self._indices[row.address]]] + self._open_calls_j(row, own) for row in self._cuts
+            sums[self._end_ranks[self._indices[row.address]]] + self._of_open_calls(row, own) for row in self._cuts
         ]
         return [0.0, *at_cuts, sums[-1]]
 
-    def _open_calls_j(self, cut: Row, own: Sequence[float]) -> float:
-        """Return the energy of the calls that contain a cut, themselves, until the cut: in proportion to their time."""
-        joules, address = 0.0, cut.parent
+    def _of_open_calls(self, cut: Row, own: Sequence[float]) -> float:
+        """Return the costs of the calls that contain a cut, themselves, until the cut: in proportion to their time."""
+        cost, address = 0.0, cut.parent
         while address is not None:
             index = self._indices[address]
             row = self.profile.calls[index]
             total_s, end_s, cut_s = row.time_s or 0.0, row.elapsed_s or 0.0, cut.elapsed_s or 0.0
-            joules += own[index] * (min(max((cut_s - (end_s - total_s)) / total_s, 0.0), 1.0) if total_s else 0.0)
+            cost += own[index] * (min(max((cut_s - (end_s - total_s)) / total_s, 0.0), 1.0) if total_s else 0.0)
             address = row.parent
-        return joules
+        return cost
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
@@ -121,17 +134,46 @@ class DeviceCosts:
         """
         count = len(self._points)
         peaks = torch.zeros(count, count, dtype=torch.float64)
-        cut_ends = [self._end_ranks[self._indices[row.address]] for row in self._cuts]
         param_bytes = self.profile.total.param_bytes
-        for index, row in enumerate(self.profile):
+        for row, part in zip(self.profile, self._parts, strict=True):
             peak = row.peak_bytes if row.measured_peak_bytes is None else row.measured_peak_bytes
-            part = bisect_left(cut_ends, index - self._depths[index]), bisect_left(cut_ends, self._end_ranks[index]) + 1
             peaks[part] = max(float(peaks[part]), float(peak - param_bytes))
         peaks = peaks.cummax(1).values.flip(0).cummax(0).values.flip(0)  # a part has the peak of every part in it
+        return (self.param_bytes() + peaks).clamp_(min=0.0)
+
+    def param_bytes(self) -> Tensor:
+        """Return the bytes of the parameters of each part."""
         head = torch.tensor([point.head_param_bytes for point in self._points], dtype=torch.float64)
         tail = torch.tensor([point.tail_param_bytes for point in self._points], dtype=torch.float64)
-        params = (head[None, :] + tail[:, None] - self._points[0].tail_param_bytes).clamp_(min=0.0)
-        return (params + peaks).clamp_(min=0.0)
+        return (head[None, :] + tail[:, None] - self._points[0].tail_param_bytes).clamp_(min=0.0)
+
+    def trainable_bytes(self) -> Tensor:
+        """Return the bytes of the parameters of each part that require a gradient.
+
+        Those of modules whose call is cut in two, and frozen ones that another part also reads, count as trainable.
+        """
+        count = len(self._points)
+        frozen = torch.zeros(count, count, dtype=torch.float64)
+        for row, part in zip(self.profile, self._parts, strict=True):
+            own = row.own
+            if own.params:
+                frozen[part] += own.param_bytes * (own.params - own.trainable_params) // own.params
+        frozen = frozen.cumsum(1).flip(0).cumsum(0).flip(0)
+        return (self.param_bytes() - frozen).clamp_(min=0.0)
+
+    def saved_bytes(self) -> Tensor:
+        """Return the bytes that each part keeps for its backward, without the tensors that it receives."""
+        sums = torch.tensor(self._sums("saved_bytes"), dtype=torch.float64).round()
+        return (sums[None, :] - sums[:, None]).clamp_(min=0.0)
+
+    @cached_property
+    def _parts(self) -> list[tuple[int, int]]:
+        """The smallest part that contains each call, by its first and last point."""
+        cut_ends = [self._end_ranks[self._indices[row.address]] for row in self._cuts]
+        return [
+            (bisect_left(cut_ends, index - depth), bisect_left(cut_ends, end) + 1)
+            for index, (depth, end) in enumerate(zip(self._depths, self._end_ranks, strict=True))
+        ]
 
     @cached_property
     def _indices(self) -> dict[str, int]:

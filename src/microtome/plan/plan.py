@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -12,15 +12,16 @@ from microtome.units import seconds
 
 if TYPE_CHECKING:
     from microtome.plan.cost import DeviceChain
+    from microtome.plan.device_costs import CutPoint
     from microtome.results.cuts import Cuts
     from microtome.results.link import Link
     from microtome.results.phases import Phases
-    from microtome.results.plan import Candidate, Objective, Plan
+    from microtome.results.plan import Candidate, Objective, Plan, Schedule
     from microtome.results.profile import Profile
 
     Strategy = Callable[[tuple[Candidate, ...]], Candidate]
 
-OBJECTIVES = ("latency", "energy", "throughput")
+OBJECTIVES = ("latency", "energy", "throughput", "training")
 
 
 def plan(
@@ -39,6 +40,9 @@ def plan(
     energy_of: Collection[str] | None = None,
     strategy: Strategy | None = None,
     tokens: tuple[int, int] | None = None,
+    micro_batches: int | None = None,
+    schedule: Schedule = "1f1b",
+    optimizer_state: float = 2.0,
 ) -> Plan:
     """Choose where to cut a model, from its profile on each device and the link between them.
 
@@ -50,7 +54,8 @@ def plan(
         devices: Instead of `edge` and `cloud`: the profiles of a chain of devices, by name.
         links: Instead of `link`: the link between each device and the next.
         objective: `"latency"`, the time to a result; `"throughput"`, results per second of a pipeline; `"energy"`, the
-            joules of the first device, which needs a profile with `measure="energy"`.
+            joules of the first device, which needs a profile with `measure="energy"`; `"training"`, the time of a step
+            of training in a pipeline, which needs profiles with `backward=True`.
         limits: The most memory of a device, by name: `{"edge": "512MB"}`.
         slower: Factors on the measured times of a device, by name: `{"edge": 10}` for one that is ten times slower than
             the profiled one. Costs of codecs and energy stay as measured.
@@ -65,6 +70,10 @@ def plan(
             the whole answer: a run over the prompt, and one for each further token, each with a round trip. Needs cuts
             for such a prompt, and profiles with `phases=("prefill", "decode")`. As in `generate` of transformers, the
             logits of one position come back for each token.
+        micro_batches: Of training: the number of micro-batches of a step, each of the inputs of the profiles.
+        schedule: Of training: `"gpipe"`, all forwards before all backwards; `"1f1b"`, a backward as soon as possible.
+        optimizer_state: Of training: the bytes that the optimizer keeps for each byte of a trainable parameter: 2 for
+            Adam, 1 for SGD with momentum, 0 for SGD.
 
     >>> import microtome as mt
     >>> from microtome import zoo
@@ -89,7 +98,20 @@ def plan(
 
     cuts = arguments.load(cuts, Cuts, "the cuts")
     if objective not in OBJECTIVES:
-        raise BadQuery(f"expected objective 'latency', 'energy' or 'throughput', got {objective!r}")
+        raise BadQuery(f"expected objective 'latency', 'energy', 'throughput' or 'training', got {objective!r}")
+    if objective == "training":
+        unused = {
+            "tokens": tokens,
+            "costs": costs,
+            "energy_of": energy_of,
+            "codec": None if codec in ("raw", ("raw",)) else codec,
+        }
+        arguments.check_unused(unused)
+        profiles, chain_links = arguments.load_chain(Profile, edge, cloud, link, devices, links)
+        training = arguments.check_training(micro_batches, schedule, optimizer_state)
+        return _plan_training(cuts, profiles, chain_links, limits, slower, strategy, *training)
+    if micro_batches is not None:
+        raise BadQuery(f"micro-batches are of training, expected objective='training', got {objective!r}")
     decode_profiles: dict[str, Profile] = {}
     if tokens is None:
         profiles, chain_links = arguments.load_chain(Profile, edge, cloud, link, devices, links)
@@ -143,7 +165,7 @@ def plan(
         links=tuple(chain_links),
         candidates=ranked,
         chosen=chosen,
-        strategy="" if strategy is None else getattr(strategy, "__name__", type(strategy).__name__),
+        strategy=_strategy_name(strategy),
         limits=dict(chain.limits),
         codec_costs=source,
         energy_of=tuple(chain.energy_of),
@@ -154,6 +176,74 @@ def plan(
         ),
         aliases=cuts.aliases,
         tokens=tokens,
+    )
+
+
+def _plan_training(
+    cuts: Cuts,
+    profiles: Mapping[str, Profile],
+    links: Sequence[Link],
+    limits: Mapping[str, int | str] | None,
+    slower: Mapping[str, float] | None,
+    strategy: Strategy | None,
+    micro_batches: int,
+    schedule: Schedule,
+    optimizer_state: float,
+) -> Plan:
+    """Choose the stages of a model in training."""
+    from microtome.plan import arguments
+    from microtome.plan.compatibility import check_backward, check_profile
+    from microtome.plan.device_costs import DeviceCosts, cut_points
+    from microtome.plan.training import Pipeline
+    from microtome.plan.training_search import candidates
+    from microtome.results.plan import Plan
+
+    for name, profile in profiles.items():
+        check_profile(cuts, name, profile)
+        check_backward(name, profile)
+    points = cut_points(cuts, list(profiles.values()))
+    factors = arguments.check_factors(slower, list(profiles))
+    pipeline = Pipeline(
+        devices=[DeviceCosts(name, one, points, factors.get(name, 1.0)) for name, one in profiles.items()],
+        links=links,
+        points=points,
+        schedule=schedule,
+        micro_batches=micro_batches,
+        optimizer_state=optimizer_state,
+        limits=arguments.parse_limits(limits, list(profiles)),
+    )
+    ranked, unproved = candidates(pipeline)
+    return Plan(
+        model=cuts.model,
+        name=cuts.name,
+        inputs=next(iter(profiles.values())).inputs,
+        objective="training",
+        devices={name: _machine(profile) for name, profile in profiles.items()},
+        links=tuple(links),
+        candidates=ranked,
+        chosen=_choose(ranked, strategy),
+        strategy=_strategy_name(strategy),
+        limits=dict(pipeline.limits),
+        codec_costs="",
+        energy_of=(),
+        notes=(
+            *(_slower_note(name, factor, ()) for name, factor in factors.items()),
+            *unproved,
+            *_cut_notes(cuts, points),
+            *_training_notes(optimizer_state),
+        ),
+        aliases=cuts.aliases,
+        micro_batches=micro_batches,
+        schedule=schedule,
+    )
+
+
+def _training_notes(optimizer_state: float) -> Iterator[str]:
+    yield "a micro-batch is one pass of the profiles; the loss and the optimizer's step are not timed"
+    yield "gradients return for all floating-point values that cross; links send while devices compute"
+    yield (
+        f"memory: weights, gradients, an optimizer state of {optimizer_state:g} times the trainable weights, and for "
+        "each micro-batch in flight what is saved, received and sent; without temporary tensors"
     )
 
 
@@ -171,6 +261,10 @@ def _choose(candidates: Sequence[Candidate], strategy: Strategy | None) -> int:
     if choice not in allowed:
         raise BadQuery(f"expected one of its candidates from the strategy, got {choice!r:.200}")
     return candidates.index(choice)
+
+
+def _strategy_name(strategy: Strategy | None) -> str:
+    return "" if strategy is None else getattr(strategy, "__name__", type(strategy).__name__)
 
 
 def _slower_note(name: str, factor: float, energy_of: Collection[str]) -> str:
@@ -192,13 +286,16 @@ def _machine(profile: Profile) -> str:
     return profile.environment.get("gpu") or profile.environment.get("cpu", "unknown")
 
 
-def _notes(cuts: Cuts, chain: DeviceChain, compressed: tuple[str, ...]) -> list[str]:
-    notes = []
-    left_out = len(cuts) - (len(chain.points) - 2)
+def _cut_notes(cuts: Cuts, points: Sequence[CutPoint]) -> Iterator[str]:
+    left_out = len(cuts) - (len(points) - 2)
     if left_out:
-        notes.append(f"{left_out} of {len(cuts)} cuts are left out: a profile has no times so deep")
+        yield f"{left_out} of {len(cuts)} cuts are left out: a profile has no times so deep"
     if cuts.refused:
-        notes.append(f"the model cannot be cut at {len(cuts.refused)} calls: see `microtome.cuts` for the reasons")
+        yield f"the model cannot be cut at {len(cuts.refused)} calls: see `microtome.cuts` for the reasons"
+
+
+def _notes(cuts: Cuts, chain: DeviceChain, compressed: tuple[str, ...]) -> list[str]:
+    notes = list(_cut_notes(cuts, chain.points))
     if not compressed:
         notes.append("compressed inputs are not considered: zstd is not installed, or its costs were not measured")
     if chain.round_trips > 1:

@@ -15,14 +15,16 @@ from microtome.report.palette import LINK, device_colours
 from microtome.report.table import Column, Medium, Report, Segments, Table
 from microtome.report.text import StackedBar, colour_characters, sample, stacked_bars
 from microtome.results.metrics import ENERGY, find_choice
-from microtome.results.plan import Candidate, Objective, Plan
+from microtome.results.plan import Candidate, Objective, Plan, TrainingStep
 from microtome.split.boundary.codecs import is_lossless
-from microtome.units import UNKNOWN, Unit, joules, plural, rate, ratio, seconds, size, write
+from microtome.units import UNKNOWN, Unit, fraction, joules, plural, rate, ratio, seconds, size, write
 
 #: The most candidates of a table beside those that are always shown, and the most cuts of a chart.
 _ROWS, _BARS = 8, 20
 #: A bar longer than this many times the median is cut off.
 _LONGEST = 6
+#: The terms of the work of devices.
+_RUNS = ("run", "backward")
 #: The characters of bars: for each device in the order of the chain, and for codecs and links.
 _DEVICES, _BETWEEN, _BETWEEN_NAME = "█▓▒▚", "░", "codec, link"
 
@@ -63,6 +65,8 @@ def report(plan: Plan, view: CandidateSelection | None = None, medium: Medium = 
     figures = [("best", winner.name)]
     if plan.objective == "throughput":
         figures.append(("throughput", f"{ratio(winner.throughput_per_s)} passes/s"))
+    if winner.training is not None:
+        figures += [("step", seconds(winner.training.step_s)), ("bubble", fraction(winner.training.bubble))]
     figures += [("latency", seconds(winner.latency_s)), ("sent", size(sum(winner.sent_bytes)))]
     figures += [("energy", joules(winner.energy_j))] if winner.energy_j is not None else []
     return Report(
@@ -71,7 +75,7 @@ def report(plan: Plan, view: CandidateSelection | None = None, medium: Medium = 
         tuple(_notes(plan, rows)),
         chart=lambda width: _chart(plan, _over_cuts(plan) if view.top is None else _in_run_order(plan, rows), width),
         figures=tuple(figures),
-        legend=(*_colours(plan).items(), (_BETWEEN_NAME, LINK)),
+        legend=(*_colours(plan).items(), (_between_name(plan), LINK)),
     )
 
 
@@ -96,9 +100,13 @@ def _record(plan: Plan, candidate: Candidate) -> dict[str, Any]:
     }
     if plan.tokens is not None:
         record |= {"first_token_s": candidate.first_token_s, "token_s": candidate.token_s}
+    if candidate.training is not None:
+        record |= {"step_s": candidate.training.step_s, "bubble": candidate.training.bubble}
     for name, nbytes in zip(plan.devices, candidate.memory_bytes, strict=True):
         record[f"{name}_run_s"] = candidate.seconds("run", where=name)
         record[f"{name}_memory_bytes"] = nbytes
+        if candidate.training is not None:
+            record[f"{name}_backward_s"] = candidate.seconds("backward", where=name)
     for what in ("encode", "send", "decode", "back"):
         record[f"{what}_s"] = candidate.seconds(what)
     return record | {"refused": candidate.refused}
@@ -113,6 +121,7 @@ _SORTS: dict[str, Callable[[Candidate], float | None]] = {
     "throughput": lambda one: one.slowest_s,
     "energy": lambda one: one.energy_j,
     "sent": lambda one: sum(one.sent_bytes),
+    "step": lambda one: one.score("training"),
 }
 #: The headers of those that have another one.
 _HEADERS = {"throughput": "passes/s"}
@@ -133,7 +142,8 @@ def _select_rows(plan: Plan, view: CandidateSelection, most: int) -> list[Candid
         key_of = _SORTS[view.sort]
         keys = {id(one): key_of(one) for one in candidates}
         if all(key is None for key in keys.values()):
-            raise BadQuery(f"no candidate has a value of {view.sort!r} to sort by: profile with {ENERGY.advice}")
+            advice = f"profile with {ENERGY.advice}" if view.sort == "energy" else "plan with the objective 'training'"
+            raise BadQuery(f"no candidate has a value of {view.sort!r} to sort by: {advice}")
         candidates.sort(key=lambda one: inf if (key := keys[id(one)]) is None else key)
     allowed = [one for one in candidates if one.refused is None]
     if view.top is not None:
@@ -148,7 +158,9 @@ def _columns(plan: Plan) -> list[Column]:
         "sent": lambda one: size(sum(one.sent_bytes)) if one.at else UNKNOWN
     }
     for name in plan.devices:
-        cells[name] = lambda one, name=name: write(one.seconds("run", where=name), "seconds")  # type: ignore[misc]
+        cells[name] = lambda one, name=name: write(one.seconds("run", "backward", where=name), "seconds")  # type: ignore[misc]
+    if plan.objective == "training":
+        return _training_columns(plan, cells)
     cells["codec"] = lambda one: write(one.seconds("encode", "decode"), "seconds")
     cells["wire"] = lambda one: write(one.seconds("send", "back"), "seconds")
     cells["latency"] = lambda one: write(one.latency_s, "seconds")
@@ -183,9 +195,21 @@ def _columns(plan: Plan) -> list[Column]:
     return [Column(name, cell, importance=order.index(name)) for name, cell in cells.items()]
 
 
+def _training_columns(plan: Plan, cells: dict[str, Callable[[Candidate], str]]) -> list[Column]:
+    """Return the columns of a plan of training: of a device, the time of a micro-batch and the memory."""
+    cells["step"] = lambda one: write(one.score("training"), "seconds")
+    cells["bubble"] = lambda one: UNKNOWN if one.training is None else fraction(one.training.bubble)
+    for index, name in enumerate(plan.devices):
+        cells[f"{name} memory"] = lambda one, index=index: size(one.memory_bytes[index])  # type: ignore[misc]
+    if any(one.refused for one in plan):
+        cells["fits"] = lambda one: "no" if one.refused else "yes"
+    order = ["step", "bubble", *plan.devices, "fits", *(f"{name} memory" for name in plan.devices), "sent"]
+    return [Column(name, cell, importance=order.index(name)) for name, cell in cells.items()]
+
+
 def _segments(plan: Plan, one: Candidate, longest: float) -> Segments:
     colours = _colours(plan)
-    parts = tuple((step.seconds / longest, colours[step.where] if step.what == "run" else LINK) for step in one.steps)
+    parts = tuple((step.seconds / longest, colours[step.where] if step.what in _RUNS else LINK) for step in one.steps)
     return Segments(parts, ", ".join(f"{step.what} {step.where} {seconds(step.seconds)}" for step in one.steps))
 
 
@@ -201,6 +225,7 @@ _CHARTED: dict[Objective, tuple[str, Unit]] = {
     "latency": ("latency", "seconds"),
     "throughput": ("passes per second, by the slowest device or link", "ratio"),
     "energy": ("energy", "joules"),
+    "training": ("time of a step, the mean of the devices", "seconds"),
 }
 
 
@@ -214,12 +239,16 @@ def _chart(plan: Plan, candidates: Sequence[Candidate], width: int) -> Text:
         bars.append(StackedBar(one.name, "*" if one is plan.winner else " ", total, parts))
     totals = sorted(bar.total for bar in bars)
     names = " ".join(f"{sign} {name}" for name, sign in signs.items())
-    key = "" if plan.objective == "energy" else f": {names} {_BETWEEN} {_BETWEEN_NAME}"
+    key = "" if plan.objective == "energy" else f": {names} {_BETWEEN} {_between_name(plan)}"
     colours = {signs[name]: colour for name, colour in _colours(plan).items()} | {_BETWEEN: LINK}
     quantity, unit = _CHARTED[plan.objective]
     legend = colour_characters(f"{quantity}, in execution order{key}", colours)
     drawn = stacked_bars(bars, _LONGEST * totals[len(totals) // 2] or totals[-1], width, colours, unit)
     return Text("\n").join([legend, *drawn])
+
+
+def _between_name(plan: Plan) -> str:
+    return "idle" if plan.objective == "training" else _BETWEEN_NAME
 
 
 def _bar_parts(objective: Objective, one: Candidate, signs: dict[str, str]) -> tuple[tuple[str, float, bool], ...]:
@@ -228,6 +257,16 @@ def _bar_parts(objective: Objective, one: Candidate, signs: dict[str, str]) -> t
         return tuple(
             (signs[step.where], step.seconds, True) if step.what == "run" else (_BETWEEN, step.seconds, False)
             for step in one.steps
+        )
+    if one.training is not None:
+        stages = one.training.stages
+        busy = 1 - one.training.bubble
+        work_s = sum(stage.forward_s + stage.backward_s for stage in stages) or 1.0
+        shares = [(signs[stage.device], (stage.forward_s + stage.backward_s) / work_s) for stage in stages]
+        step_s = one.training.step_s
+        return (
+            *((sign, busy * share * step_s, True) for sign, share in shares),
+            (_BETWEEN, one.training.bubble * step_s, False),
         )
     if objective == "energy":
         return ((_DEVICES[0], one.energy_j or 0.0, True),)
@@ -264,10 +303,13 @@ def _title(plan: Plan) -> str:
         f"{near} to {far} {rate(link.bytes_per_s)}, rtt {seconds(link.rtt_s)}"
         for near, far, link in zip(devices, devices[1:], plan.links, strict=False)
     )
-    chosen = f"chosen by {plan.strategy}" if plan.strategy else f"best {plan.objective}"
+    quantity = "step" if plan.objective == "training" else plan.objective
+    chosen = f"chosen by {plan.strategy}" if plan.strategy else f"best {quantity}"
     on = f" on {plan.inputs}"
     if plan.tokens is not None:
         on = f", an answer of {plural(plan.tokens[1], 'token')} to a prompt of {plan.tokens[0]:,}"
+    if plan.micro_batches is not None:
+        on = f", training on {plural(plan.micro_batches, 'micro-batch')} of {plan.inputs}, {plan.schedule}"
     return f"{plan.title}{on}: {plan.winner.name} ({chosen}; {links})"
 
 
@@ -275,14 +317,17 @@ def _notes(plan: Plan, shown: Sequence[Candidate]) -> Iterator[str]:
     winner = plan.winner
     if plan.tokens is not None:
         yield "a pass is a whole answer: latency, energy and bytes are of all its tokens"
-    yield f"{winner.name}: {seconds(winner.latency_s)} = {' + '.join(_terms(winner))}"
+    alone = "" if winner.training is None else "one micro-batch "
+    yield f"{winner.name}: {alone}{seconds(winner.latency_s)} = {' + '.join(_terms(winner))}"
+    if winner.training is not None:
+        yield from _stage_notes(winner.training)
     lossy = [codec for codec in winner.codecs if not is_lossless(codec)]
     if lossy:
         yield f"{', '.join(dict.fromkeys(lossy))}: lossy, so the output changes; Stages.try_codec measures by how much"
     yield from _beside(plan)
     if winner.late_s:
         yield f"jitter of the links adds up to {seconds(winner.late_s)}"
-    if len(plan.links) == 1:
+    if len(plan.links) == 1 and plan.objective != "training":
         yield f"best cut by bandwidth: {_spans(plan)}"
     refused = [one for one in plan if one.refused is not None]
     if refused:
@@ -291,19 +336,36 @@ def _notes(plan: Plan, shown: Sequence[Candidate]) -> Iterator[str]:
     if len(shown) < len(plan):
         yield f"{len(shown)} of {len(plan)} candidates shown"
     yield from (f"{name}: {machine}" for name, machine in plan.devices.items())
-    yield f"codecs: {plan.codec_costs}"
+    if plan.codec_costs:
+        yield f"codecs: {plan.codec_costs}"
     yield from plan.notes
+
+
+def _stage_notes(training: TrainingStep) -> Iterator[str]:
+    idle = training.bubble
+    yield f"bubble: devices with a stage are idle for {fraction(idle)} of a step of {seconds(training.step_s)}"
+    for stage in training.stages:
+        held = f"{stage.in_flight} x {size(stage.activation_bytes)} of activations"
+        lasting = [
+            (stage.param_bytes, "weights"),
+            (stage.gradient_bytes, "gradients"),
+            (stage.optimizer_bytes, "optimizer"),
+        ]
+        parts = [f"{size(nbytes)} of {what}" for nbytes, what in lasting if nbytes]
+        yield f"{stage.device}: {size(stage.memory_bytes)} = {' + '.join((*parts, held))}"
 
 
 def _terms(candidate: Candidate) -> Iterator[str]:
     for step in candidate.steps:
         if step.seconds:
-            words = {"run": step.where, "send": f"send to {step.where}", "back": f"result from {step.where}"}
+            back = "gradients" if candidate.training is not None else "result"
+            words = {"run": step.where, "send": f"send to {step.where}", "back": f"{back} from {step.where}"}
             yield f"{words.get(step.what, f'{step.what} on {step.where}')} {seconds(step.seconds)}"
 
 
 def _beside(plan: Plan) -> Iterator[str]:
     """Compare the whole model on one device with the winner, by the objective."""
+    quantity = "step" if plan.objective == "training" else plan.objective
     ours = plan.winner.score(plan.objective)
     others = [(one, one.score(plan.objective)) for one in plan.baselines if one is not plan.winner]
     is_rate = plan.objective == "throughput"  # its score is the time between results
@@ -314,7 +376,7 @@ def _beside(plan: Plan) -> Iterator[str]:
         if score and ours
     ]
     if parts:
-        yield f"{plan.objective} relative to the winner: {', '.join(parts)}"
+        yield f"{quantity} relative to the winner: {', '.join(parts)}"
 
 
 def _spans(plan: Plan, most: int = 8) -> str:

@@ -15,22 +15,66 @@ from microtome.results.link import Link
 from microtome.units import plural
 from microtome.units import seconds as write_seconds
 
-Objective = Literal["latency", "energy", "throughput"]
-TermKind = Literal["run", "encode", "send", "decode", "back"]
+Objective = Literal["latency", "energy", "throughput", "training"]
+Schedule = Literal["gpipe", "1f1b"]
+TermKind = Literal["run", "encode", "send", "decode", "back", "backward"]
 
 
 class LatencyTerm(NamedTuple):
     """One term of a latency.
 
     Attributes:
-        what: `"run"`, `"encode"` and `"decode"` are of a device; `"send"` and `"back"` of a link: the boundary to the
-            next device, and the result back.
+        what: `"run"`, `"encode"`, `"decode"` and `"backward"` are of a device; `"send"` and `"back"` of a link: the
+            boundary to the next device, and the result back, or in training the gradients.
         where: The name of the device; of a link, that of the device on its far side.
     """
 
     what: TermKind
     where: str
     seconds: float
+
+
+class TrainingStage(NamedTuple):
+    """A stage of a model in training on one device.
+
+    Attributes:
+        device: The name of the device.
+        forward_s: Seconds of a micro-batch; `backward_s`: of its backward.
+        param_bytes: Bytes of the parameters; `gradient_bytes`: of their gradients; `optimizer_bytes`: of the state that
+            the optimizer keeps.
+        activation_bytes: Bytes that are kept for the backward of one micro-batch, with what crosses to it and from it.
+        in_flight: The most micro-batches that wait for their backward at once.
+    """
+
+    device: str
+    forward_s: float
+    backward_s: float
+    param_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    in_flight: int
+
+    @property
+    def memory_bytes(self) -> int:
+        lasting = self.param_bytes + self.gradient_bytes + self.optimizer_bytes
+        return lasting + self.in_flight * self.activation_bytes
+
+
+class TrainingStep(NamedTuple):
+    """A step of training: the forward and the backward of all its micro-batches.
+
+    Attributes:
+        step_s: Seconds of the step under the schedule, without the loss and the optimizer.
+        bubble: The fraction of the step for which the devices with a stage are idle, their mean.
+        stages: The stages in order.
+        returned_bytes: Bytes of gradients that return over each link for a micro-batch.
+    """
+
+    step_s: float
+    bubble: float
+    stages: tuple[TrainingStage, ...]
+    returned_bytes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -52,6 +96,8 @@ class Candidate:
         is_baseline: Whether it is the whole model on one device, which every plan has.
         refused: The reason why it cannot be chosen; None: it can.
         first_token_s: Of an answer of a language model: seconds to the first token; `token_s`: for each further one.
+        training: The step of training; `steps`, `latency_s` and `slowest_s` are then of one micro-batch, forward and
+            backward.
     """
 
     name: str
@@ -69,6 +115,7 @@ class Candidate:
     refused: str | None = None
     first_token_s: float | None = None
     token_s: float | None = None
+    training: TrainingStep | None = None
 
     def __repr__(self) -> str:
         return f"<Candidate {self.name!r}, {'refused' if self.refused else write_seconds(self.latency_s)}>"
@@ -84,6 +131,8 @@ class Candidate:
 
     def score(self, objective: Objective) -> float | None:
         """Return the value that the objective minimizes."""
+        if objective == "training":
+            return None if self.training is None else self.training.step_s
         return {"latency": self.latency_s, "throughput": self.slowest_s, "energy": self.energy_j}[objective]
 
     def rank(self, objective: Objective) -> tuple[float, float]:
@@ -124,6 +173,7 @@ class Plan(Result, kind="plan"):
         energy_of: The devices whose joules count; empty: none are known.
         notes: Assumptions, and what was left out.
         tokens: The tokens of the prompt and of the answer, all of which a candidate's costs cover; None: one pass.
+        micro_batches: Of training: those of a step, each of the inputs of the profiles; `schedule`: their order.
     """
 
     model: str
@@ -141,6 +191,8 @@ class Plan(Result, kind="plan"):
     name: str | None = None
     aliases: dict[str, str] = field(default_factory=dict)
     tokens: tuple[int, int] | None = None
+    micro_batches: int | None = None
+    schedule: Schedule | None = None
 
     @property
     def title(self) -> str:
@@ -187,6 +239,8 @@ class Plan(Result, kind="plan"):
 
     def over_bandwidths(self) -> tuple[Span, ...]:
         """Return the best candidate for each range of bandwidths from 0 to infinity, all else equal."""
+        if self.objective == "training":
+            raise BadQuery("expected a plan of single passes to compare bandwidths, got one of training")
         if len(self.links) != 1:
             raise BadQuery(f"expected a plan with one link to compare bandwidths, got {len(self.links)} links")
         able = [candidate for candidate in self.candidates if candidate.refused is None]
@@ -220,9 +274,14 @@ class Plan(Result, kind="plan"):
         for candidate in self.candidates:
             if len(candidate.memory_bytes) != len(self.devices):
                 raise ValueError(f"expected the memory of each device of {candidate.name!r:.80}")
+            if (candidate.training is None) == (self.objective == "training"):
+                raise ValueError(f"expected a step of training in plans of training alone, at {candidate.name!r:.80}")
             if (least := min((*(step.seconds for step in candidate.steps), *candidate.sent_bytes), default=0)) < 0:
                 raise ValueError(f"expected seconds and bytes from 0 on of {candidate.name!r:.80}, got {least}")
+        if (self.objective == "training") != (self.micro_batches is not None and self.schedule is not None):
+            raise ValueError("expected micro-batches and a schedule of training")
         named = {step.where for candidate in self.candidates for step in candidate.steps} | {*self.limits}
+        named |= {stage.device for one in self.candidates if one.training for stage in one.training.stages}
         if foreign := named - self.devices.keys():
             raise ValueError(f"expected devices of {', '.join(self.devices)}, got {min(foreign)!r:.80}")
 

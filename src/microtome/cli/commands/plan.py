@@ -1,4 +1,4 @@
-"""`microtome plan`: choose where to cut a model between two devices."""
+"""`microtome plan`: choose where to cut a model between devices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 
 from microtome.cli.completion import complete_file
 from microtome.cli.interrupts import import_torch
-from microtome.cli.options.choices import OBJECTIVES
+from microtome.cli.options.choices import OBJECTIVES, SCHEDULES
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
 from microtome.cli.options.numbers import Number, WholeNumber
 from microtome.cli.options.outputs import Outputs, output_options
@@ -20,19 +20,35 @@ from microtome.cli.progress import show_progress
 if TYPE_CHECKING:
     from microtome.results.codec_costs import CodecCosts
     from microtome.results.cuts import Cuts
+    from microtome.results.link import Link
     from microtome.zoo import Resolved
 
 
 def _parse_sides(context: click.Context, parameter: click.Parameter, words: tuple[str, ...]) -> dict[str, str]:
+    """Return a value by device; `--profile`, which is eager, names devices other than the edge and the cloud."""
+    devices = context.params.get("profiles") or ("edge", "cloud")
     sides: dict[str, str] = {}
     for word in words:
         name, equals, value = word.partition("=")
-        if not equals or name not in ("edge", "cloud") or not value:
-            raise click.BadParameter(f"expected edge=VALUE or cloud=VALUE, got {word!r}")
+        if not equals or not value or (parameter.name != "profiles" and name not in devices):
+            expected = "NAME=F" if parameter.name == "profiles" else " or ".join(f"{one}=VALUE" for one in devices)
+            raise click.BadParameter(f"expected {expected}, got {word!r}")
         if name in sides:
             raise click.BadParameter(f"{name} is set twice")
         sides[name] = value
     return sides
+
+
+def _chain(edge: str | None, cloud: str | None, profiles: dict[str, str], link: Link) -> dict[str, Any]:
+    """Return the devices and links as `microtome.plan` takes them."""
+    if profiles:
+        if edge is not None or cloud is not None:
+            raise click.UsageError("choose --profile, or --edge and --cloud")
+        return {"devices": profiles, "links": [link] * (len(profiles) - 1)}
+    for name, file in (("--edge", edge), ("--cloud", cloud)):
+        if file is None:
+            raise click.UsageError(f"Missing option '{name}', or several of --profile NAME=F.")
+    return {"edge": edge, "cloud": cloud, "link": link}
 
 
 def _parse_factors(context: click.Context, parameter: click.Parameter, words: tuple[str, ...]) -> dict[str, float]:
@@ -59,6 +75,9 @@ def _split_codecs(context: click.Context, parameter: click.Parameter, words: tup
 
 
 _EDGE = "Profile of the edge, from `microtome profile --time --json`."
+_PROFILE = "Instead of --edge and --cloud: a device of a chain with its profile; repeatable. All links are alike."
+_MICRO_BATCHES = "Of training: the number of micro-batches of a step, each of the inputs of the profiles."
+_OPTIMIZER_STATE = "Of training: bytes of optimizer state per byte of weights: 2 for Adam, 0 for SGD."
 _CODEC = "Codecs of the boundary to compare, such as raw,zstd,fp16; repeatable."
 _TOKENS = "Plan a whole answer of a language model: tokens of the prompt and of the answer, such as 512,64."
 _LIMIT = "Memory limit of a side; repeatable."
@@ -72,14 +91,20 @@ _COSTS = "Read the costs of codecs from this file, such as edge=F.json; repeatab
 
 @click.command(cls=Command)
 @model_options()
-@click.option("--edge", required=True, metavar="F", shell_complete=complete_file, help=_EDGE)
-@click.option("--cloud", required=True, metavar="F", shell_complete=complete_file, help="Profile of the cloud.")
+@click.option("--edge", metavar="F", shell_complete=complete_file, help=_EDGE)
+@click.option("--cloud", metavar="F", shell_complete=complete_file, help="Profile of the cloud.")
+@click.option(
+    "--profile", "profiles", multiple=True, is_eager=True, metavar="gpu0=F", callback=_parse_sides, help=_PROFILE
+)
 @click.option("--bandwidth", required=True, metavar="B", help="Bandwidth of the link, such as 20Mbps or 2MB/s.")
 @click.option("--rtt", default="0s", metavar="T", help="Round-trip time of the link, such as 15ms.")
 @click.option("--jitter", default="0s", metavar="T", help="Jitter of the link, such as 2ms.")
 @click.option("--joules-per-byte", type=Number(min=0), metavar="J", help="Energy of the edge's radio.")
 @click.option("--tokens", metavar="PROMPT,NEW", callback=_parse_tokens, help=_TOKENS)
 @click.option("--objective", type=click.Choice(OBJECTIVES), default="latency", help="What to optimize.")
+@click.option("--micro-batches", type=WholeNumber(1), metavar="N", help=_MICRO_BATCHES)
+@click.option("--schedule", type=click.Choice(SCHEDULES), default="1f1b", help="The schedule of training.")
+@click.option("--optimizer-state", type=Number(min=0), default=2.0, metavar="X", help=_OPTIMIZER_STATE)
 @click.option("--limit", "limits", multiple=True, metavar="edge=512MB", callback=_parse_sides, help=_LIMIT)
 @click.option("--slower", multiple=True, metavar="edge=10", callback=_parse_factors, help=_SLOWER)
 @click.option(
@@ -95,6 +120,9 @@ def plan(
     rtt: str,
     jitter: str,
     joules_per_byte: float | None,
+    edge: str | None,
+    cloud: str | None,
+    profiles: dict[str, str],
     tokens: tuple[int, int] | None,
     codecs: tuple[str, ...],
     costs: dict[str, str],
@@ -102,7 +130,7 @@ def plan(
     outputs: Outputs,
     **options: Any,
 ) -> None:
-    """Choose where to cut a model, from the profiles of two devices and the link between them.
+    """Choose where to cut a model, from the profiles of devices and the links between them.
 
     MODEL and its inputs are those of the profiles, such as torchvision:resnet50. Neither device is needed. JSON has
     every candidate, for microtome.load; with --top, the rows of the best K.
@@ -117,7 +145,7 @@ def plan(
     from microtome.report.plan import CandidateSelection
     from microtome.results.link import Link
 
-    link = Link(bandwidth, rtt, jitter, joules_per_byte)
+    chain = _chain(edge, cloud, profiles, Link(bandwidth, rtt, jitter, joules_per_byte))
     prompt = None if tokens is None else tokens[0]
     if measures_codecs:
         cuts, measured = _find_cuts(model.resolve(one_pass=prompt is None), prompt, codecs)
@@ -125,7 +153,7 @@ def plan(
         find = partial(_find_cuts, prompt=prompt)
         _, (cuts, measured) = model.count(find, how=lambda found: found[0].how, one_pass=prompt is None)
     with show_progress(f"planning {model.name}"):
-        result = plan_cuts(cuts, link=link, codec=codecs, costs=measured or costs or None, tokens=tokens, **options)
+        result = plan_cuts(cuts, **chain, codec=codecs, costs=measured or costs or None, tokens=tokens, **options)
     formats = {"perfetto": result.to_perfetto}
     if measured is not None:
         formats["measure_codecs"] = measured.to_json
