@@ -120,8 +120,9 @@ def run() -> list[Target]:
         times = take_turns({"serve": plain.send_all, "ray": on_ray.send_all}, ROUNDS, of=min)
     rates = {name: CLIENTS * IN_FLIGHT / seconds for name, seconds in times.items()}
     note = (
-        f"nine convolutions of 64 channels after {AT}, batches of {BATCH}, {CLIENTS * IN_FLIGHT} requests at once; in a "
-        f"second of the fastest of {ROUNDS} rounds, mt.serve answers {rates['serve']:.0f}, Ray Serve {rates['ray']:.0f}"
+        f"nine convolutions of 64 channels after {AT}, batches of {BATCH}, {CLIENTS * IN_FLIGHT} requests at once; in "
+        f"a second of the fastest of {ROUNDS} rounds, mt.serve answers {rates['serve']:.0f}, "
+        f"Ray Serve {rates['ray']:.0f}"
     )
     return [
         Target(
