@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,9 +13,12 @@ from torch import Tensor, nn
 
 import microtome as mt
 from microtome.errors import RemoteError
+from microtome.remote import client
 from microtome.remote.client import Remote
 from microtome.remote.server import Server
+from tests.remote.process import ServerProcess
 from tests.remote.proxy import until
+from tests.remote.slow import Gate, Slow, asking
 from tests.remote.small import small
 
 CUTS = ["stem", "layer1"]
@@ -145,6 +149,29 @@ def test_a_server_forwards_past_one_that_is_down(
         assert len(remote.requests[-1].hops) == 2
     assert f"left out until it is back: {down} cannot be reached" in caplog.text
     assert "through the client" not in caplog.text
+
+
+@pytest.mark.integration
+def test_a_request_goes_to_another_server_however_late_the_failure_of_one_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client, "_RESEND_FOR_S", 0.0)  # as for a server that hangs for longer
+    model = Slow().eval()
+    slow = "tests.remote.slow:Slow", "--input", "1x8"
+    with (
+        ServerProcess(*slow) as a,
+        ServerProcess(*slow) as b,
+        Gate() as gate,
+        ThreadPoolExecutor(1) as threads,
+        connected(model, asking(), [a.address, b.address], at="head") as remote,
+    ):
+        x, (pool,) = asking(gate), remote._chain.pools
+        answer = threads.submit(remote, x)
+        until(lambda: not pool.is_idle())
+        (busy,) = (one.address for one in pool.connections if not one.is_idle())
+        next(server for server in (a, b) if server.address == busy).kill()
+        gate.open()
+        assert answer.result(60).equal(model(x))
 
 
 def test_servers_that_are_all_down_are_an_error(resnet: tuple[nn.Module, Tensor], up: Server, down: str) -> None:

@@ -91,20 +91,28 @@ class ServerPool:
         return (up or others)[next(self._turns) % len(up or others)]
 
     def submit(self, message: Message) -> None:
-        """Send a message to the next server, and to another one if that fails before `retry_until`."""
+        """Send a message to the next server, and to others if that fails.
+
+        Each is asked once, also after `retry_until`, since a server that hangs is noticed late; before, again.
+        """
         connection = self.next()
         if len(self.connections) > 1:
-            message.failover = partial(self._fail_over, message, connection, message.retry_until)
+            message.failover = partial(self._fail_over, message, [connection], message.retry_until)
             message.retry_until = 0.0  # another server is asked, not the same one again
         message.connection = connection
         connection.submit(message)
 
-    def _fail_over(self, message: Message, failed: Connection, until: float, error: RemoteError) -> bool:
+    def _fail_over(self, message: Message, failed: list[Connection], until: float, error: RemoteError) -> bool:
         """Send a message to another server after an error; return False if it must be reported."""
-        if error.kind not in _ANOTHER_MAY_ANSWER or monotonic() > until:
+        if error.kind not in _ANOTHER_MAY_ANSWER:
             return False
-        connection = self.next(but=failed)
-        message.failover = partial(self._fail_over, message, connection, until)
+        connection = self.next(but=failed[-1])
+        if monotonic() > until:
+            others = [one for one in self.ready if one not in failed and one.down_reason is None]
+            if not others:
+                return False
+            connection = others[0]
+        message.failover = partial(self._fail_over, message, [*failed, connection], until)
         message.connection = connection
         try:
             connection.submit(message)
