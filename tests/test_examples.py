@@ -1,9 +1,11 @@
-"""The notebooks in `examples/`: stored without outputs, and executable from top to bottom without a warning."""
+"""The examples: notebooks are stored without outputs, and run from top to bottom without a warning; programs run."""
 
 from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import nbformat
@@ -120,3 +122,22 @@ def test_errors_and_warnings_in_a_notebook_are_found(
 ) -> None:
     with pytest.raises(error, match=message):
         execute(new_notebook(cells=[new_code_cell(source)]), folder)
+
+
+def train_pipeline(processes: int) -> list[str]:
+    """What the program that trains a pipeline prints in so many processes."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command = [*launcher, str(EXAMPLES / "training" / "pipeline.py"), "--steps=6"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+def test_a_pipeline_of_two_and_of_three_processes_has_the_same_losses() -> None:
+    lines = train_pipeline(2)
+    losses = [float(line.rpartition(" ")[2]) for line in lines]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0] - 0.5
+    assert train_pipeline(3) == lines

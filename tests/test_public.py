@@ -58,7 +58,19 @@ def test_public_names() -> None:
             "register_formula",
             "register_meter",
         ),
-        *("rollout", "run_until", "scale", "select", "serve", "split", "trace", "track", "zero", "zoo"),
+        *(
+            "rollout",
+            "run_until",
+            "scale",
+            "select",
+            "serve",
+            "split",
+            "sum_tied_gradients",
+            "trace",
+            "track",
+            "zero",
+            "zoo",
+        ),
     ]
     assert all(getattr(microtome, name).__doc__ for name in microtome.__all__)
 

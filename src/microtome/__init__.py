@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from microtome.split.checkpoint import load_stage
     from microtome.split.cuts.cuts import cuts
     from microtome.split.graph.exported_stage import load_exported
+    from microtome.split.pipelining.tied_gradients import sum_tied_gradients
     from microtome.split.run_until import run_until
     from microtome.trace import trace
     from microtome.track import Tracker, track
@@ -93,6 +94,7 @@ __all__ = [
     "select",
     "serve",
     "split",
+    "sum_tied_gradients",
     "trace",
     "track",
     "zero",
@@ -131,6 +133,7 @@ _MODULES = {
         "microtome.split.checkpoint": ["load_stage"],
         "microtome.split.graph.exported_stage": ["load_exported"],
         "microtome.split.cuts.cuts": ["cuts"],
+        "microtome.split.pipelining.tied_gradients": ["sum_tied_gradients"],
         "microtome.split.run_until": ["run_until"],
         "microtome.trace": ["trace"],
         "microtome.track": ["Tracker", "track"],

@@ -31,6 +31,17 @@ def replace_tensors(model: nn.Module, replacement: Callable[[Tensor], Tensor]) -
                     namespace[name] = replacement(tensor)
 
 
+def unregister_tensors(model: nn.Module, replacement: Callable[[Tensor], Tensor | None]) -> None:
+    """Replace parameters and buffers of a model by plain attributes; None: it stays registered."""
+    for module in model.modules():
+        namespaces: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for namespace in namespaces:
+            for name, tensor in list(namespace.items()):
+                if tensor is not None and (attribute := replacement(tensor)) is not None:
+                    del namespace[name]
+                    module.__dict__[name] = attribute
+
+
 def set_buffer(module: nn.Module, name: str, tensor: Tensor) -> None:
     """Replace one buffer of a module."""
     module._buffers[name] = tensor
@@ -42,6 +53,19 @@ def set_buffer(module: nn.Module, name: str, tensor: Tensor) -> None:
 def set_attribute(module: nn.Module, name: str, value: Any) -> None:
     """Set an attribute of a module that is neither a parameter nor a buffer, whatever its value."""
     module.__dict__[name] = value
+
+
+def share_registered(module: nn.Module, model: nn.Module) -> None:
+    """Register in a module what is registered in a model; they have the same dicts, so it stays so."""
+    for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+        module.__dict__[name] = model.__dict__[name]
+
+
+def frozen_copy(weight: Tensor, refuse: Callable[[Tensor], None]) -> Tensor:
+    """A parameter with the same memory; `refuse` is called with a gradient that it gets."""
+    frozen = nn.Parameter(weight.detach())
+    frozen.register_hook(refuse)
+    return frozen
 
 
 def copy_attributes(module: nn.Module) -> Attributes:

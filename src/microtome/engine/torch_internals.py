@@ -164,6 +164,11 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def is_view(tensor: Tensor) -> bool:
+    """Whether a tensor is a view to autograd, which cannot be detached in place."""
+    return tensor._is_view()
+
+
 #: Makes a tensor of a subclass without memory; without strides, it is contiguous.
 make_wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import fx, nn
@@ -31,6 +31,8 @@ from microtome.split.weights import tensor_at
 if TYPE_CHECKING:
     from microtome.split.graph.derived_facts import DerivedFacts
     from microtome.split.graph.exported_stage import ExportedStage
+    from microtome.split.pipelining.own_weights import Holders
+    from microtome.split.pipelining.stage_module import StageModule
     from microtome.split.variants import StageVariants
 
 #: The most shapes of inputs whose facts are kept.
@@ -53,6 +55,7 @@ class Stage:
         state: A description of the state that the model carries between runs; None: it has none.
         example: The inputs that the model was split on.
         grad: Whether what crosses keeps its gradient.
+        holders: With `grad`, the stages that hold each parameter and buffer; None: unknown.
         verified: Of a compiled stage, how its outputs differ from those of the stage; None: it is not compiled.
         variants: The same cuts for other inputs, of a stage that was loaded from a folder.
     """
@@ -80,6 +83,7 @@ class Stage:
         self.spec = spec
         self.state = state
         self.example = example
+        self.holders: Holders | None = None
         self.verified: str | None = None
         self.variants: StageVariants | None = None
         self._is_training = model.training
@@ -196,6 +200,48 @@ class Stage:
         from microtome.split.graph.export import export_stage
 
         return export_stage(self, file, dynamic=dynamic, example=example)
+
+    def as_module(self, example: Any = None, *, tied: Literal["sum"] | None = None) -> StageModule:
+        """Return the stage of a model that was split with `grad=True` as a module for `torch.distributed.pipelining`.
+
+        The module takes and returns tensors by position. Its parameters and buffers are the stage's own, shared with
+        the model, under their names there. `shapes()` of it are arguments of `PipelineStage`.
+
+        Args:
+            example: Inputs of the model with the shapes of a micro-batch; None: those that the model was split on.
+            tied: `"sum"`: allow weights that several stages train; call `mt.sum_tied_gradients` before each step.
+
+        Raises:
+            Unsupported: Several stages train a weight, or what crosses depends on values.
+
+        >>> import microtome as mt
+        >>> from microtome import zoo
+        >>> model, x = zoo.build("tiny-vit")
+        >>> head, tail = mt.split(model.train(), x, at="blocks.1", grad=True)
+        >>> first, second = head.as_module(), tail.as_module()
+        >>> second(first(x)[0]).equal(model(x))
+        True
+        >>> list(second.state_dict())[:2]
+        ['blocks.2.norm1.weight', 'blocks.2.norm1.bias']
+        """
+        from microtome.split.pipelining.stage_module import make_module  # imports sympy
+
+        return make_module(self, example, tied)
+
+    def on(self, model: nn.Module) -> Stage:
+        """The same stage of a copy of the model."""
+        return Stage(
+            model,
+            self.index,
+            self.begins,
+            self.ends,
+            self.spec,
+            self._parameters,
+            self.fingerprint,
+            self.state,
+            self.example,
+            grad=self.grad,
+        )
 
     def parameters_needed(self) -> list[str]:
         """The names of the parameters and buffers that the stage reads."""

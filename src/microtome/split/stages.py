@@ -20,6 +20,7 @@ from microtome.split.checkpoint import save_stages
 from microtome.split.comparison import differences
 from microtome.split.cuts.crossing import ValueLocation
 from microtome.split.description import SplitDescription, describe_inputs
+from microtome.split.pipelining.own_weights import find_holders
 from microtome.split.stage import Stage
 from microtome.split.state.contents import fill_placeholders
 from microtome.split.verification import BIT_EQUAL, VerificationResult, run_whole
@@ -81,12 +82,12 @@ class Stages(Sequence[Stage]):
         self._splitter = splitter
         self._chosen = chosen
         self._extra = extra
-        self._stages = tuple(splitter.stages(chosen, extra))
         self.cuts = splitter.cuts
         self.at = tuple(cut.at for cut in chosen)
         self.fingerprint = splitter.fingerprint
         self.verified = result.verified
         self.gradients = result.gradients
+        self._stages = self._make(None)
         self._variants: StageVariants | None = None
         self.continues = result.continues
 
@@ -192,16 +193,28 @@ class Stages(Sequence[Stage]):
 
     def keeping(self, index: int) -> Stages:
         """The same stages of a copy of the model that has the weights of one stage only; the others are on meta."""
-        return self._with_model(copy_with_weights(self._splitter.model, self._stages[index].parameters_needed()))
+        stage = self._stages[index]
+        held = [name for name, stages in (stage.holders or {}).items() if stage.index in stages]
+        return self._with_model(copy_with_weights(self._splitter.model, [*stage.parameters_needed(), *held]))
 
     def without_weights(self) -> Stages:
         """The same stages of a copy of the model that has all weights on meta."""
         return self._with_model(copy_with_weights(self._splitter.model, ()))
 
+    def _make(self, model: nn.Module | None) -> tuple[Stage, ...]:
+        """The stages of a copy of the model; None: of the model itself."""
+        stages = tuple(self._splitter.stages(self._chosen, self._extra, model))
+        if self._splitter.grad:
+            needed = [stage.parameters_needed() for stage in stages]
+            trained = None if self.gradients is None else self.gradients.trained
+            for stage in stages:
+                stage.holders = find_holders(stage.model, needed, trained)
+        return stages
+
     def _with_model(self, model: nn.Module) -> Stages:
         other = copy.copy(self)
         other._variants = None
-        other._stages = tuple(self._splitter.stages(self._chosen, self._extra, model))
+        other._stages = self._make(model)
         return other
 
     def save(self, folder: File) -> None:

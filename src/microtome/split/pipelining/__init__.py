@@ -1,0 +1,1 @@
+"""Stages as modules of `torch.distributed.pipelining`."""

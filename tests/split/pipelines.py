@@ -1,0 +1,250 @@
+"""Train models over the processes of a pipeline, beside the whole model."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+
+import microtome as mt
+from tests.split import language_models
+
+MICRO_BATCHES = 4
+CPU = torch.device("cpu")
+
+
+class Task(NamedTuple):
+    """A model to train.
+
+    Attributes:
+        cuts: Where it is cut, for three stages.
+        batch: Makes the inputs of a step and its targets; the argument is its length.
+        wrap: Makes the arguments of the model from the inputs of a micro-batch.
+    """
+
+    model: nn.Module
+    cuts: list[str]
+    batch: Callable[[int], tuple[tuple[Tensor, ...], Tensor]]
+    wrap: Callable[..., mt.Inputs]
+
+
+def loss_of(output: Any, target: Tensor) -> Tensor:
+    """The cross entropy of the first tensor of an output."""
+    first = output if isinstance(output, Tensor) else next(iter(output if type(output) is tuple else output.values()))
+    return nn.functional.cross_entropy(first.flatten(0, -2), target.flatten())
+
+
+def make_task(name: str) -> Task:
+    torch.manual_seed(0)
+    if name in ("resnet", "vit"):
+        return _make_image_task(name)
+    tokens = language_models.VOCABULARY
+
+    def batch(length: int) -> tuple[tuple[Tensor, ...], Tensor]:
+        ids = torch.randint(3, tokens, (2 * MICRO_BATCHES, length))
+        return ((ids, ids.roll(1, 1)) if name == "t5" else (ids,)), ids.roll(-1, 1)
+
+    if name == "t5":
+        model, cuts = language_models.build_t5(), ["encoder.block.1", "decoder.block.0"]
+    else:
+        model, block = language_models.build(name)
+        cuts = [block.replace("1", "0"), block]
+
+    def wrap(ids: Tensor, decoder_ids: Tensor | None = None) -> mt.Inputs:
+        more = {} if decoder_ids is None else {"decoder_input_ids": decoder_ids}
+        return mt.Inputs(input_ids=ids, use_cache=False, **more)
+
+    return Task(model.train(), cuts, batch, wrap)
+
+
+def _make_image_task(name: str) -> Task:
+    from microtome import zoo
+
+    torchvision = zoo.import_torchvision()
+    if name == "resnet":
+        resnet = torchvision.models.resnet
+        model, cuts = resnet.ResNet(resnet.BasicBlock, [1, 1, 1, 1], num_classes=5), ["layer1", "layer3.0.bn1"]
+    else:
+        kind = torchvision.models.vision_transformer.VisionTransformer
+        model = kind(16, 8, 3, 2, 16, 32, dropout=0.2, attention_dropout=0.2, num_classes=5)
+        cuts = [f"encoder.layers.encoder_layer_{index}" for index in (0, 1)]
+
+    def batch(_: int) -> tuple[tuple[Tensor, ...], Tensor]:
+        return (torch.randn(2 * MICRO_BATCHES, 3, 16, 16),), torch.randint(0, 5, (2 * MICRO_BATCHES,))
+
+    return Task(model.train(), cuts, batch, mt.Inputs)
+
+
+@contextmanager
+def switched_random_states(model: nn.Module, cuts: list[str], states: list[Tensor]) -> Iterator[None]:
+    """Let the parts of a model between cuts draw from states of their own, as its stages in processes do."""
+
+    def switch(index: int, other: int) -> None:
+        states[index] = torch.get_rng_state()
+        torch.set_rng_state(states[other])
+
+    def after(index: int) -> Callable[..., None]:
+        return lambda *_: switch(index, index + 1)
+
+    handles = [model.get_submodule(cut).register_forward_hook(after(index)) for index, cut in enumerate(cuts)]
+    handles.append(model.register_forward_hook(lambda *_: switch(len(cuts), 0)))
+    before = torch.get_rng_state()
+    torch.set_rng_state(states[0])
+    try:
+        yield
+    finally:
+        states[0] = torch.get_rng_state()
+        torch.set_rng_state(before)
+        for handle in handles:
+            handle.remove()
+
+
+def _seeded(stage: int) -> Tensor:
+    return torch.Generator().manual_seed(100 + stage).get_state()
+
+
+def whole_steps(
+    task: Task, lengths: list[int], rate: float, kind: type[torch.optim.Optimizer]
+) -> Iterator[tuple[list[Tensor], dict[str, Tensor]]]:
+    """Train the whole model; yield the losses and the gradients of each step."""
+    model = copy.deepcopy(task.model)
+    optimizer = kind(model.parameters(), lr=rate)  # type: ignore[call-arg]
+    states = [_seeded(index) for index in range(len(task.cuts) + 1)]
+    for step, length in enumerate(lengths):
+        torch.manual_seed(step)
+        inputs, target = task.batch(length)
+        optimizer.zero_grad()
+        losses = []
+        parts = zip(*(one.chunk(MICRO_BATCHES) for one in (*inputs, target)), strict=True)
+        with switched_random_states(model, task.cuts, states):
+            for *part, part_target in parts:
+                loss = loss_of(task.wrap(*part).run(model), part_target)
+                loss.backward()
+                losses.append(loss.detach())
+        for weight in model.parameters():
+            if weight.grad is not None:
+                weight.grad.div_(MICRO_BATCHES)
+        gradients = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+        yield losses, gradients
+        optimizer.step()
+
+
+class Result(NamedTuple):
+    """What a process found.
+
+    Attributes:
+        equal: For each step, whether all gradients equal those of the whole model bit for bit.
+        worst: The largest difference of a gradient, relative to the largest number in it.
+        losses: The largest difference of a loss, in the last stage.
+        names: The parameters and buffers of its modules.
+    """
+
+    equal: list[bool]
+    worst: float
+    losses: float
+    names: list[str]
+
+
+def train(
+    rank: int,
+    world: int,
+    task: Task,
+    schedule: str = "Schedule1F1B",
+    lengths: tuple[int, ...] = (9, 9, 9),
+    rate: float = 0.1,
+    optimizer: str = "SGD",
+) -> Result:
+    """Train in one process of a pipeline, and compare with the whole model."""
+    whole = whole_steps(task, list(lengths), rate, getattr(torch.optim, optimizer))
+    stages = mt.split(task.model, _example(task, lengths[0]), at=task.cuts, grad=True)
+    indices = range(rank, len(stages), world)
+    if len(indices) == 1:
+        stages = stages.keeping(rank)
+    modules = [stages[index].as_module(tied="sum") for index in indices]
+    named = {one: weight for module in modules for one, weight in module.named_parameters()}
+    step_optimizer = getattr(torch.optim, optimizer)(named.values(), lr=rate)
+    equal, worst, worst_loss, state = [], 0.0, 0.0, _seeded(rank)
+    for step, length in enumerate(lengths):
+        if step == 0 or length != lengths[step - 1]:  # torch fixes the shapes of a schedule
+            parts = [
+                pipelining.PipelineStage(module, index, len(stages), CPU, **module.shapes(_example(task, length)))
+                for module, index in zip(modules, indices, strict=True)
+            ]
+            run = getattr(pipelining, schedule)(parts if world < len(stages) else parts[0], MICRO_BATCHES, loss_of)
+        torch.manual_seed(step)
+        inputs, target = task.batch(length)
+        losses: list[Tensor] = []
+        step_optimizer.zero_grad()
+        is_last = indices[-1] == len(stages) - 1
+        torch.set_rng_state(state)
+        run.step(*(inputs if rank == 0 else ()), **({"target": target, "losses": losses} if is_last else {}))
+        state = torch.get_rng_state()
+        mt.sum_tied_gradients(*modules)
+        expected_losses, expected = next(whole)
+        found = {one: weight.grad for one, weight in named.items() if weight.grad is not None}
+        assert found.keys() == expected.keys() & named.keys()
+        equal.append(all(grad.equal(expected[one]) for one, grad in found.items()))
+        differences = (
+            float((grad - expected[one]).abs().max() / expected[one].abs().max()) for one, grad in found.items()
+        )
+        worst = max(worst, *differences)
+        for loss, other in zip(losses, expected_losses, strict=is_last):
+            worst_loss = max(worst_loss, float((loss.detach() - other).abs()))
+        step_optimizer.step()
+    return Result(equal, worst, worst_loss, sorted({one for module in modules for one in module.state_dict()}))
+
+
+def _example(task: Task, length: int) -> mt.Inputs:
+    inputs, _ = task.batch(length)
+    return task.wrap(*(one.chunk(MICRO_BATCHES)[0] for one in inputs))
+
+
+def run_processes(folder: Path, world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run a function in processes of one gloo group; return what each returns."""
+    context = multiprocessing.get_context("fork")
+    pipes, processes = [], []
+    for rank in range(world):
+        receiving, sending = context.Pipe(duplex=False)
+        process = context.Process(target=_enter, args=(sending, folder / "store", rank, world, work, args))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+            process.start()
+        sending.close()
+        pipes.append(receiving)
+        processes.append(process)
+    results: list[Any] = []
+    for pipe in pipes:
+        try:
+            error, value = pipe.recv() if pipe.poll(120) else ("no answer after 120 s", None)
+        except EOFError:
+            error, value = "the process ended", None
+        results.append((error, value))
+    for process in processes:
+        if any(error for error, _ in results):
+            process.kill()
+        process.join()
+    errors = [error for error, _ in results if error]
+    assert not errors, "\n".join(errors)
+    return [value for _, value in results]
+
+
+def _enter(pipe: Any, store: Path, rank: int, world: int, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+        value = work(rank, world, *args)
+        dist.barrier()
+        dist.destroy_process_group()
+        pipe.send(("", value))
+    except BaseException:  # noqa: BLE001  the other process shows it
+        pipe.send((traceback.format_exc(), None))

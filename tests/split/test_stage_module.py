@@ -1,0 +1,266 @@
+"""A stage as a module: plain tensors in and out, and the stage's own weights under the model's names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import microtome as mt
+from microtome.errors import BadInputs, Unsupported
+from microtome.split.pipelining.stage_module import StageModule
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.drop = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor, scale: float) -> Tensor:
+        y: Tensor = self.drop(self.norm(self.linear(x))) * scale
+        return x + y
+
+
+class Net(nn.Module):
+    """Has weights of its own, an integer that crosses, a weight that nothing reads, and two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.unread = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+        self.blocks, self.table, self.head = (
+            nn.ModuleList(Block() for _ in range(3)),
+            nn.Embedding(5, 4),
+            nn.Linear(4, 3),
+        )
+
+    def forward(self, x: Tensor, index: Tensor, *, scale: float = 1.0) -> dict[str, Any]:
+        x = x + self.start
+        for block in self.blocks:
+            x = block(x, scale)
+        return {"y": self.head(x + self.table(index)), "x": x, "n": len(x)}
+
+
+def split(**options: Any) -> tuple[Net, mt.Inputs, Any]:
+    torch.manual_seed(0)
+    model = Net()
+    example = mt.Inputs(torch.randn(3, 4), torch.tensor([0, 1, 2]), scale=2.0)
+    return model, example, mt.split(model, example, at=["blocks.0", "blocks.1"], grad=True, **options)
+
+
+def run(modules: list[StageModule], *tensors: Tensor) -> Any:
+    for module in modules:
+        value = module(*tensors)
+        tensors = value if isinstance(value, tuple) else (value,)
+    return value
+
+
+def test_modules_compute_outputs_gradients_and_buffers_of_the_model() -> None:
+    model, example, stages = split()
+    modules = [stage.as_module() for stage in stages]
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    torch.manual_seed(1)
+    expected = model(*example.args, scale=2.0)
+    (expected["y"].sum() + expected["x"].sum()).backward()
+    gradients = {name: weight.grad for name, weight in model.named_parameters()}
+    buffers = [one.clone() for one in model.buffers()]
+    model.load_state_dict(state)
+    model.zero_grad()
+    torch.manual_seed(1)
+    y, x = run(modules, *example.args)
+    (y.sum() + x.sum()).backward()
+    assert y.equal(expected["y"])
+    assert x.equal(expected["x"])
+    assert all(one.equal(other) for one, other in zip(model.buffers(), buffers, strict=True))
+    for name, weight in model.named_parameters():
+        expected_grad = gradients[name]
+        assert (weight.grad is None) is (expected_grad is None), name
+        assert weight.grad is None or expected_grad is None or weight.grad.equal(expected_grad), name
+
+
+def test_names_weights_and_buffers_are_those_of_the_model_once() -> None:
+    model, _, stages = split()
+    first, second, third = (stage.as_module() for stage in stages)
+    assert (first.input_names, first.output_names) == (("x", "index"), ("index", "blocks.0"))
+    assert (third.input_names, third.output_names) == (("index", "blocks.1"), ("[y]", "[x]"))
+    names = [name for module in (first, second, third) for name in module.state_dict()]
+    assert sorted(names) == sorted(model.state_dict())
+    assert {"start", "unread"} <= first.state_dict().keys()
+    assert sorted(second.state_dict()) == sorted(name for name in model.state_dict() if name.startswith("blocks.1"))
+    for module in (first, second, third):
+        for name, weight in module.named_parameters():
+            assert weight is model.get_parameter(name)
+
+
+def test_a_state_dict_of_the_model_fits_the_modules() -> None:
+    model, _, stages = split()
+    other = Net()
+    for module in (stage.as_module() for stage in stages):
+        own = {name: tensor for name, tensor in other.state_dict().items() if name in module.state_dict()}
+        module.load_state_dict(own)
+        module.load_state_dict(other.state_dict())
+        with pytest.raises(RuntimeError, match="Unexpected key"):
+            module.load_state_dict({**own, "other": torch.ones(1)})
+    assert all(tensor.equal(other.state_dict()[name]) for name, tensor in model.state_dict().items())
+
+
+def test_setting_a_weight_of_a_module_sets_it_in_the_code_that_runs() -> None:
+    _, example, stages = split()
+    first = stages[0].as_module()
+    first.start = nn.Parameter(torch.full((4,), 5.0))
+    first.eval()
+    first.train()
+    torch.manual_seed(0)
+    crossed = first(*example.args)[1]
+    torch.manual_seed(0)
+    assert not crossed.equal(stages[0](*example.args, scale=2.0).tensors["blocks.0"])
+
+
+def test_shapes_are_the_arguments_of_a_pipeline_stage_and_change_nothing() -> None:
+    model, _, stages = split()
+    state, random = {name: one.clone() for name, one in model.state_dict().items()}, torch.get_rng_state()
+    module = stages[1].as_module()
+    shapes = module.shapes(mt.Inputs(torch.ones(5, 4), torch.zeros(5, dtype=torch.long), scale=2.0))
+    described = {name: [(tuple(one.shape), one.dtype, one.requires_grad) for one in ts] for name, ts in shapes.items()}
+    crossing = [((5,), torch.int64, False), ((5, 4), torch.float32, True)]
+    assert described == {"input_args": crossing, "output_args": crossing}
+    assert [one.shape[0] for one in module.shapes()["input_args"]] == [3, 3]
+    assert torch.get_rng_state().equal(random)
+    assert all(model.state_dict()[name].equal(one) for name, one in state.items())
+
+
+def test_modules_need_only_their_own_weights() -> None:
+    model, example, stages = split()
+    torch.manual_seed(1)
+    expected = stages(*example.args, scale=2.0)["y"]
+    modules = [stages.keeping(index)[index].as_module() for index in range(3)]
+    torch.manual_seed(1)
+    assert run(modules, *example.args)[0].equal(expected)
+    assert not any(weight.is_meta for module in modules for weight in module.parameters())
+    assert sum(weight.numel() for module in modules for weight in module.parameters()) == sum(
+        weight.numel() for weight in model.parameters()
+    )
+
+
+def test_without_gradients_nothing_requires_one() -> None:
+    _, example, stages = split()
+    modules = [stage.as_module() for stage in stages]
+    with torch.no_grad():
+        y, x = run(modules, *example.args)
+    assert not y.requires_grad
+    assert not x.requires_grad
+
+
+def test_a_compiled_module_runs_as_python() -> None:
+    _, example, stages = split()
+    first = stages[0].as_module()
+    compiled = torch.compile(first, backend="eager")
+    torch.manual_seed(0)
+    expected = first(*example.args)
+    torch.manual_seed(0)
+    found = compiled(*example.args)
+    assert all(one.shape == other.shape for one, other in zip(found, expected, strict=True))
+
+
+def test_autocast_applies_to_modules_and_to_their_shapes() -> None:
+    model, example, stages = split()
+    with torch.autocast("cpu", torch.bfloat16):
+        modules = [stage.as_module() for stage in stages]
+        torch.manual_seed(1)
+        expected = model(*example.args, scale=2.0)["y"]
+        torch.manual_seed(1)
+        y = run(modules, *example.args)[0]
+    assert y.dtype == torch.bfloat16
+    assert y.equal(expected)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_a_stage_that_was_not_split_for_training_has_no_module() -> None:
+    stages = mt.split(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "2x4", at="0")
+    with pytest.raises(Unsupported, match=r"stage 0 was not split for training: mt.split\(…, grad=True\)"):
+        stages[0].as_module()
+
+
+def test_tensors_of_unknown_shapes_are_refused() -> None:
+    _, _, stages = split()
+    with pytest.raises(BadInputs, match=r"takes tensors x, index of float32\[3, 4\], int64\[3\], got float32\[4, 4\]"):
+        stages[0].as_module()(torch.randn(4, 4), torch.tensor([0, 1, 2, 3]))
+
+
+def test_a_weight_of_two_stages_needs_its_gradients_added() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    stages = mt.split(model, "2x4", at="1", grad=True)
+    assert stages.gradients is not None
+    assert stages.gradients.tied == {"0.weight": [0, 1]}
+    with pytest.raises(Unsupported, match=r"'0.weight' is trained in stages 0 and 1, .* pass tied=\"sum\""):
+        stages[0].as_module()
+    with pytest.raises(BadInputs, match="expected tied=None or 'sum', got 'mean'"):
+        stages[0].as_module(tied="mean")  # type: ignore[arg-type]
+    assert stages[0].as_module(tied="sum").tied == {"0.weight": (0, 1)}
+
+
+class Counting(nn.Module):
+    """Returns a number that depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Split(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, number = self.a(x)
+        z: Tensor = self.b(y) * number
+        return z
+
+
+class Split(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        return self.linear(x), int((x > 0).sum())
+
+
+def test_what_crosses_may_not_depend_on_values() -> None:
+    stages = mt.split(Counting(), torch.ones(2, 4), at="a", grad=True)
+    head = stages[0].as_module()
+    head(torch.ones(2, 4))
+    with pytest.raises(Unsupported, match="what crosses at 'a' differs from the example: it depends on values"):
+        head(-torch.ones(2, 4))
+
+
+def test_a_model_that_reads_values_needs_its_weights_for_the_shapes() -> None:
+    stages = mt.split(Counting(), torch.ones(2, 4), at="a", grad=True)
+    with pytest.raises(
+        Unsupported, match=r"cannot find out what crosses the cuts of stage 1 for x of shape \(2, 4\): "
+    ):
+        stages.keeping(1)[1].as_module()
+
+
+class Branching(nn.Module):
+    """Needs the output of a weight of its own after the cut only if an input says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.a, self.b = nn.Parameter(torch.ones(4)), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.uses_scale = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled = x * self.scale
+        y: Tensor = self.b(self.a(scaled))
+        return y + self.scale if self.uses_scale else y
+
+
+def test_a_gradient_that_a_weight_does_not_have_on_the_example_is_an_error() -> None:
+    stages = mt.split(Branching(), torch.ones(2, 4), at="a", grad=True)
+    head, tail = stages[0].as_module(), stages[1].as_module()
+    assert "scale" in head.state_dict()
+    assert "scale" not in tail.state_dict()
+    tail(*head(torch.ones(2, 4))).sum().backward()
+    tail._stage.model.__dict__["uses_scale"] = True
+    with pytest.raises(Unsupported, match="'scale' gets a gradient in stage 1, and not on the example"):
+        tail(*head(torch.ones(2, 4))).sum().backward()
