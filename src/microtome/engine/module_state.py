@@ -4,18 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from microtome.engine.signals import signal_safe
-from microtome.engine.snapshot import CONTAINERS, copy_container, restore_containers, restore_dict
+from microtome.engine.snapshot import CONTAINERS, copy_container, has_same_items, restore_containers, restore_dict
 
 #: The names that torch itself stores in the `__dict__` of every module.
 TORCH_ATTRIBUTES = frozenset(nn.Module().__dict__)
 
-#: The attributes of a module by name, with a copy of each that is a container.
-Attributes = dict[str, tuple[Any, Any]]
+_MISSING = object()
+
+
+class Attributes(NamedTuple):
+    """The attributes of a module at some time.
+
+    Attributes:
+        values: All of them, by name.
+        contents: A copy of each that is a container, except torch's own.
+    """
+
+    values: dict[str, Any]
+    contents: dict[str, Any]
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
@@ -69,29 +80,27 @@ def frozen_copy(weight: Tensor, refuse: Callable[[Tensor], None]) -> Tensor:
 
 
 def copy_attributes(module: nn.Module) -> Attributes:
-    """The attributes of a module except torch's own, with copies of those that are containers."""
-    return {
-        name: (value, copy_container(value) if isinstance(value, CONTAINERS) else None)
-        for name, value in module.__dict__.items()
-        if name not in TORCH_ATTRIBUTES
-    }
+    """The attributes of a module, with copies of those that are containers, except torch's own."""
+    values = dict(module.__dict__)
+    items = [(name, value) for name, value in values.items() if isinstance(value, CONTAINERS)]
+    return Attributes(values, {name: copy_container(value) for name, value in items if name not in TORCH_ATTRIBUTES})
 
 
 def restore_attributes(module: nn.Module, before: Attributes, *, where: Callable[[Any], bool]) -> None:
-    """Restore the attributes whose values now satisfy a predicate; delete those that are new."""
+    """Restore the attributes whose values now satisfy a predicate, except torch's own; delete those that are new."""
+    values, contents = before
     for name, value in list(module.__dict__.items()):
-        if name in TORCH_ATTRIBUTES:
+        original = values.get(name, _MISSING)
+        if value is original and (name not in contents or has_same_items(value, contents[name])):
+            continue  # as nearly always
+        if name in TORCH_ATTRIBUTES or not where(value):
             continue
-        if name not in before:
-            if where(value):
-                del module.__dict__[name]
-            continue
-        original, contents = before[name]
-        if (value is original and contents is None) or not where(value):
+        if original is _MISSING:
+            del module.__dict__[name]
             continue
         module.__dict__[name] = original
-        if contents is not None:
-            restore_containers([(original, contents)])
+        if name in contents:
+            restore_containers([(original, contents[name])])
 
 
 @signal_safe

@@ -253,7 +253,7 @@ class Session(SignalSafe[Any]):
                     run.calls.append(call)
                 try:
                     intervention = interventions.get(entry) if interventions else None
-                    if intervention is not None:
+                    if intervention is not None and intervention.input_replacements:
                         args, kwargs = intervention.replace_inputs(call, args, kwargs)
                     if enter and self._open is not None:
                         notify(enter, "enter", call, args, kwargs)
@@ -284,7 +284,7 @@ class Session(SignalSafe[Any]):
             if owners is not None and end > call._start and (thread.tags or not stack):
                 (owners.tag_nodes if thread.tags else owners.tag_outputs)(run, output)
                 call._end = next_sequence_number()  # reading the grad_fn of a view may have created a node
-            if intervention is not None and intervention.stops(call):
+            if intervention is not None and intervention.stop is not None and intervention.stops(call):
                 raise Stopped(call, output)
             return output
 

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import is_dataclass
 from enum import Enum
 from functools import cache
+from operator import is_
 from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import Any, NamedTuple
 
@@ -33,6 +34,15 @@ def copy_container(container: Any) -> Any:
     if isinstance(container, dict):
         return dict(OrderedDict.items(container) if isinstance(container, OrderedDict) else dict.items(container))
     return container.copy()
+
+
+def has_same_items(container: Any, copied: Any) -> bool:
+    """Whether a container has the very items that it had when it was copied, in the same order."""
+    if len(container) != len(copied):
+        return False
+    if not isinstance(container, dict):
+        return all(map(is_, container, copied))
+    return all(map(is_, dict.keys(container), copied)) and all(map(is_, dict.values(container), copied.values()))
 
 
 def restore_containers(states: list[tuple[Any, Any]]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -150,11 +151,14 @@ def count_references(tensor: Tensor) -> int:
     return _count_references(storage._cdata) - 1  # that of `storage`
 
 
+_get_version = attrgetter("_version")
+
+
 def versions_of(tensors: Iterable[Tensor]) -> list[Any]:
     """The version counters of tensors; a new object for an inference tensor, which may always have been written to."""
     tensors = list(tensors)
     try:
-        return [tensor._version for tensor in tensors]
+        return list(map(_get_version, tensors))
     except RuntimeError:
         return [object() if tensor.is_inference() else tensor._version for tensor in tensors]
 
@@ -167,6 +171,14 @@ def version_of(tensor: Tensor) -> int:
 def is_view(tensor: Tensor) -> bool:
     """Whether a tensor is a view to autograd, which cannot be detached in place."""
     return tensor._is_view()
+
+
+def recorded_versions(tensors: list[Tensor]) -> list[int]:
+    """The `version_of` each tensor."""
+    try:
+        return list(map(_get_version, tensors))
+    except RuntimeError:
+        return list(map(version_of, tensors))
 
 
 #: Makes a tensor of a subclass without memory; without strides, it is contiguous.

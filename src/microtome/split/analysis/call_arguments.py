@@ -12,7 +12,7 @@ from xxhash import xxh3_64_hexdigest
 
 from microtome.engine.attributes import dict_of
 from microtome.engine.pytree import MAPPING, is_state, node_type, state_classes, tensor_occurrences
-from microtome.engine.torch_internals import version_of
+from microtome.engine.torch_internals import recorded_versions, version_of
 from microtome.split.analysis.arrays import is_array
 from microtome.split.analysis.structure_spec import opaque_objects_in
 
@@ -40,7 +40,7 @@ class CallArguments(NamedTuple):
 
     def mutated_tensors(self) -> Iterator[int]:
         """The tensors written to since, as indices; none under inference mode, where torch has no version counters."""
-        versions = list(map(version_of, self.tensors))
+        versions = recorded_versions(self.tensors)
         if versions == self.versions:
             return iter(())
         pairs = zip(versions, self.versions, strict=True)
@@ -66,7 +66,7 @@ def record_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArgum
     objects = [item for item in opaque if not is_state(item)]
     return CallArguments(
         tensors,
-        [version_of(tensor) for tensor in tensors],
+        recorded_versions(tensors),
         containers,
         list(map(_contents, containers)),
         objects,

@@ -72,7 +72,11 @@ def describe(
 
 def describe_tensor(tensor: Tensor) -> list[Any]:
     """The name of the dtype and the shape of a tensor."""
-    return [_dtype_name(tensor.dtype), *tensor.shape]
+    return describe_shape(tensor.shape, tensor.dtype)
+
+
+def describe_shape(shape: Sequence[int], dtype: torch.dtype) -> list[Any]:
+    return [_dtype_name(dtype), *shape]
 
 
 @cache
@@ -203,6 +207,10 @@ def find_call(
     Raises:
         Unsupported: There is none, or several that may be of different calls.
     """
+    if call.flow is None and len(candidates) == 1 and candidates[0] not in used:  # as nearly always
+        signature = signatures[candidates[0]]
+        if _has_arguments(signature, arguments) and _has_outputs(signature.output_flow, call.output_flow):
+            return candidates[0]
     matches = [index for index in candidates if _has_arguments(signatures[index], arguments)]
     if not matches:
         free = [signatures[index] for index in candidates if index not in used]
@@ -256,7 +264,7 @@ def check_same_call(
 def _has_arguments(signature: CallSignature, arguments: Arguments) -> bool:
     if signature.tensors != arguments.tensors:
         return False
-    return not (signature.plain or arguments.plain) or repr(signature.plain) == repr(arguments.plain)
+    return signature.plain is arguments.plain or repr(signature.plain) == repr(arguments.plain)
 
 
 def _match_flow(signatures: Sequence[CallSignature], indices: list[int], flow: Flow) -> list[int]:

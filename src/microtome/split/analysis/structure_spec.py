@@ -90,6 +90,8 @@ class StructureSpec:
         """Rebuild a value of this structure."""
         if self is _TENSOR:
             return tensors[0]
+        if type(self.template) is tuple and self is _tensor_tuple(len(self.template)):
+            return tuple(tensors)
         leaves = {"T": tensors, "S": plain, "N": arrays, "O": states}
         objects = cache(lambda: list(opaque_objects_in(arguments)))  # few structures refer to them
 
@@ -104,6 +106,12 @@ class StructureSpec:
 
 
 _TENSOR = StructureSpec(Slot("T", 0), num_tensors=1, num_plain=0)
+
+
+@cache
+def _tensor_tuple(count: int) -> StructureSpec:
+    """The structure of a tuple of tensors."""
+    return StructureSpec(tuple(Slot("T", index) for index in range(count)), num_tensors=count, num_plain=0)
 
 
 class TensorSpec(NamedTuple):
@@ -178,6 +186,8 @@ def flatten(
     """
     if isinstance(value, Tensor):  # by far the most frequent
         return _TENSOR, [value], []
+    if type(value) is tuple and {Tensor}.issuperset(map(type, value)):
+        return _tensor_tuple(len(value)), list(value), []
     tensors: list[Tensor] = []
     plain: list[Plain] = []
     states: list[Any] = []

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from microtome.engine.pytree import is_state, tensor_occurrences
-from microtome.engine.torch_internals import DisableTorchFunction, version_of
+from microtome.engine.torch_internals import DisableTorchFunction, recorded_versions
 from microtome.inputs import Inputs
 from microtome.split.analysis.call_arguments import CallArguments, record_arguments, state_objects_in
-from microtome.split.analysis.signature import Arguments, describe, describe_tensor, digest_of_call
+from microtome.split.analysis.signature import Arguments, describe, describe_shape, digest_of_call
 from microtome.split.analysis.structure_spec import PLAIN, Plain, StructureSpec, flatten
 
+_INT = frozenset((int,))
+_get_shape, _get_dtype = attrgetter("shape"), attrgetter("dtype")
 _MAX_LAYOUTS = 8  # those of the head, of the tail, and of other variants of a step
 
 
@@ -45,6 +49,11 @@ class ArgumentLayout:
         self._plain = [at for at in described if type(values[at]) in PLAIN]
         self._states = [at for at in _expand(range(count), items) if is_state(values[at])]
         self._strings = [(at, values[at]) for at in self._plain if type(values[at]) is str]
+        self._has_subclasses = any(type(values[at]) is not Tensor for at in self._tensors)
+        self._has_floats = any(type(values[at]) is float for at in self._plain)  # 0.0 is not -0.0, and equal to it
+        # What was described last: shapes, dtypes and plain values, and their description, which is the same object if
+        # they are the same again.
+        self._last: tuple[Any, Arguments] | None = None
         self.is_complete = len(self._tensors) + len(self._plain) + len(self._states) == len(described)
         self.spec: StructureSpec | None = None
         self._example = describe(args, kwargs, in_order=in_order)
@@ -61,16 +70,34 @@ class ArgumentLayout:
             if list(map(type, items)) != types:
                 return None
             values += items
-        return None if any(values[at] != text for at, text in self._strings) else values
+        if self._strings and any(values[at] != text for at, text in self._strings):
+            return None
+        return values
 
     def describe(self, values: list[Any]) -> Arguments:
         plain = [values[at] for at in self._plain]
-        if self._strings:  # which are described in other words, such as devices
-            pairs = zip(plain, self._example.plain, strict=True)
-            plain = [example if type(value) is str else value for value, example in pairs]
-        with DisableTorchFunction():  # else reading the shape of a placeholder calls Python code
-            tensors = [describe_tensor(values[at]) for at in self._described_tensors]
-        return Arguments(self._example.structure, plain, tensors)
+        tensors = [values[at] for at in self._described_tensors]
+        if self._has_subclasses:
+            with DisableTorchFunction():  # else reading the shape of a placeholder calls Python code
+                shapes, dtypes = list(map(_get_shape, tensors)), list(map(_get_dtype, tensors))
+        else:
+            shapes, dtypes = list(map(_get_shape, tensors)), list(map(_get_dtype, tensors))
+        last, now = self._last, (shapes, dtypes, plain)
+        # Other classes than int are symbolic sizes, while a graph is captured: comparing these would fix them.
+        is_comparable = not self._has_floats and _INT.issuperset(map(type, chain.from_iterable(shapes)))
+        if last is not None and is_comparable and now == last[0]:  # as in most steps of a sequence
+            return last[1]
+        described = list(map(describe_shape, shapes, dtypes))
+        arguments = Arguments(self._example.structure, self._describe_plain(plain), described)
+        if is_comparable:
+            self._last = now, arguments
+        return arguments
+
+    def _describe_plain(self, plain: list[Any]) -> list[Any]:
+        if not self._strings:
+            return plain
+        pairs = zip(plain, self._example.plain, strict=True)  # strings are described in other words, such as devices
+        return [example if type(value) is str else value for value, example in pairs]
 
     @property
     def num_states(self) -> int:
@@ -84,6 +111,8 @@ class ArgumentLayout:
         return [values[at] for at in self._tensors]
 
     def state_objects(self, values: list[Any]) -> list[Any]:
+        if len(self._states) < 2:
+            return [values[at] for at in self._states]
         return list({id(values[at]): values[at] for at in self._states}.values())
 
 
@@ -111,10 +140,11 @@ class ReadArguments(NamedTuple):
 
     def record(self) -> CallArguments:
         """Record them, to find out which of them the call mutates."""
-        if self.layout is None:
+        layout, values = self.layout, self.values
+        if layout is None:
             return record_arguments(self.args, self.kwargs)
-        tensors = self.tensors()
-        return CallArguments(tensors, list(map(version_of, tensors)), [], [], [], [], self.state_objects())
+        tensors = layout.tensors(values)
+        return CallArguments(tensors, recorded_versions(tensors), [], [], [], [], layout.state_objects(values))
 
     def tensors(self) -> list[Tensor]:
         """The tensors, once for each occurrence."""

@@ -132,7 +132,7 @@ class BoundaryRecorder:
         if scheduled is None:
             return
         read = scheduled.reader.read(args, kwargs)
-        key, described = read.describe(call.root)
+        key, described = read.describe(call.root if read.layout is None else None)
         if isinstance(scheduled, SkippedCall):
             recorded = read.record()
             signature = CallSignature(key, described.plain, described.tensors, scheduled.flow, scheduled.output_flow)
@@ -159,17 +159,15 @@ class BoundaryRecorder:
             check_effects(scheduled, arguments, outputs)
         tensors = arguments.tensors  # as they were passed, whatever the containers among the arguments hold now
         described = self._describe_outputs(scheduled, outputs, tensors)
-        written = [WrittenArgument(at, self._send(sent, tensors[at])) for at, sent in scheduled.sent_arguments.items()]
-        containers = [
-            _describe_container(scheduled, arguments.containers[index], outputs, tensors)
-            for index in scheduled.mutated_containers
-        ]
-        states = [
-            tuple(after.describe_changes(paths, before))
-            for paths, before, after in zip(
-                scheduled.state_paths, parts, _scheduled_parts(scheduled, arguments), strict=True
-            )
-        ]
+        written, containers, states = [], [], []
+        for at, sent in scheduled.sent_arguments.items():
+            written.append(WrittenArgument(at, self._send(sent, tensors[at])))
+        for index in scheduled.mutated_containers:
+            containers.append(_describe_container(scheduled, arguments.containers[index], outputs, tensors))
+        if parts:
+            after = _scheduled_parts(scheduled, arguments)
+            for paths, old, new in zip(scheduled.state_paths, parts, after, strict=True):
+                states.append(tuple(new.describe_changes(paths, old)))
         self._calls.append(
             SkippedCallRecord(signature, described, plain, tuple(written), tuple(containers), tuple(states))
         )
@@ -216,13 +214,14 @@ class BoundaryRecorder:
     def _check_states(self, states: list[StateSnapshot]) -> None:
         """Raise if a call changed a part of the state that it does not change on the example: the tail is not told."""
         described = {to_path(change.path) for call in self._calls for changes in call.states for change in changes}
+        described |= self._schedule.glue_state_paths
         for before, after in zip(self._before, states, strict=True):
             for path in changed_paths(before, after):
-                is_tensor = path in after and isinstance(after[path].value, Tensor)
-                if is_tensor and path in before and has_same_value(before[path].value, after[path].value):
+                if path in described or path not in after or not isinstance(value := after[path].value, Tensor):
+                    continue
+                if path in before and has_same_value(before[path].value, value):
                     continue  # such as the same number on another device
-                if is_tensor and path not in described and path not in self._schedule.glue_state_paths:
-                    raise differs_from_example(f"the state at {format_path(path)} is changed before the cut")
+                raise differs_from_example(f"the state at {format_path(path)} is changed before the cut")
 
     def _describe_outputs(
         self, call: SkippedCall, outputs: list[Tensor], arguments: list[Tensor]
@@ -300,6 +299,8 @@ def _shared_storage(name: str) -> Unsupported:
 
 def _scheduled_parts(call: SkippedCall, arguments: CallArguments) -> list[StateParts]:
     """The parts of state objects that a call changes on the example, as they are now."""
+    if not call.state_paths and not arguments.state_objects:
+        return []
     if len(call.state_paths) != len(arguments.state_objects):
         raise differs_from_example(f"{call.address!r} has {len(arguments.state_objects)} states among its arguments")
     return list(map(parts_at, arguments.state_objects, call.state_path_groups))

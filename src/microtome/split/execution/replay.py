@@ -113,7 +113,8 @@ class Replayer:
         if isinstance(scheduled, SkippedCall):
             self._skipped = call, scheduled
         elif scheduled is not None:
-            key, arguments = scheduled.reader.read(args, kwargs).describe(call.root)
+            read = scheduled.reader.read(args, kwargs)
+            key, arguments = read.describe(call.root if read.layout is None else None)
             check_same_call(next(self._enclosing, None), scheduled, key, arguments, is_ordered=self._is_ordered)
 
     def is_skipped(self, call: Call) -> bool:
@@ -124,7 +125,7 @@ class Replayer:
         assert self._skipped is not None
         scheduled = self._skipped[1]
         read = scheduled.reader.read(args, kwargs)
-        record = self._find_record(scheduled, *read.describe(call.root))
+        record = self._find_record(scheduled, *read.describe(call.root if read.layout is None else None))
         arguments = read.tensors() if scheduled.uses_arguments else []
         for index, written in record.written:
             location = ValueLocation(scheduled.call, scheduled.argument_ranks[index], is_argument=True)
@@ -145,9 +146,10 @@ class Replayer:
         if self._follower.is_complete:
             self._check_states()
         output = scheduled.output.unflatten(outputs, record.plain, (args, kwargs))
-        if call.module is not None and has_forward_hooks(call.module):
+        module = call.module
+        if module is not None and has_forward_hooks(module):
             # What they return is part of the output that was sent; what they could not read was there in the head.
-            run_forward_hooks(call.module, args, kwargs, output, ignore=PlaceholderRead)
+            run_forward_hooks(module, args, kwargs, output, ignore=PlaceholderRead)
         return output
 
     def _make_placeholder(self, owner: str, spec: PlaceholderSpec, path: Path) -> Tensor:
@@ -205,14 +207,15 @@ class Replayer:
             )
         self._matched.add(index)
         record = self._record.calls[index]
-        expected = scheduled.output.num_tensors, scheduled.output.num_plain, len(scheduled.mutated_containers)
-        got = len(record.outputs), len(record.plain), len(record.containers)
         if len(record.states) != len(scheduled.state_paths):
             raise BadBoundary(
                 f"expected changes of {len(scheduled.state_paths)} states by {scheduled.address!r}, got "
                 f"{len(record.states)}: split both sides on the same example"
             )
-        if got != expected or not {index for index, _ in record.written} <= scheduled.sent_arguments.keys():
+        expected = scheduled.output.num_tensors, scheduled.output.num_plain, len(scheduled.mutated_containers)
+        got = len(record.outputs), len(record.plain), len(record.containers)
+        has_other_writes = record.written and not {at for at, _ in record.written} <= scheduled.sent_arguments.keys()
+        if got != expected or has_other_writes:
             raise BadBoundary(
                 f"expected {expected[0]} tensors, {expected[1]} other values and {expected[2]} lists and dicts of "
                 f"{scheduled.address!r}, got {got[0]}, {got[1]} and {got[2]}: split both sides on the same example"

@@ -82,21 +82,23 @@ class StateParts(NamedTuple):
         """
         changes: list[StateChange] = []
         gone: list[Path] = []
-        written = self._written_since(before)
+        written = set() if self.versions == before.versions else self._written_since(before)
         for path, value, old in zip(paths, self.values, before.values, strict=True):
-            is_unchanged = id(value) not in written if value is old else is_equal(value, old)
-            if is_unchanged:
+            if value is old:
+                if not written or id(value) not in written:
+                    continue
+            elif type(value) is not Tensor and is_equal(value, old):
                 continue
             if value is MISSING:
                 gone.append(path)
             else:
                 changes.append(StateChange(_to_steps(path), describe_value(value, path)))
-        return changes + [removed_change(path) for path in reversed(gone) if path[:-1] not in gone]
+        if gone:
+            changes += [removed_change(path) for path in reversed(gone) if path[:-1] not in gone]
+        return changes
 
     def _written_since(self, before: StateParts) -> set[int]:
         """The ids of the tensors that are still the same, and were written to."""
-        if self.versions == before.versions:
-            return set()
         then = dict(zip(before._tensor_ids(), before.versions, strict=True))
         now = zip(self._tensor_ids(), self.versions, strict=True)
         return {key for key, version in now if key in then and then[key] != version}
@@ -110,13 +112,11 @@ def parts_at(state: Any, groups: PathGroups) -> StateParts:
     values: list[Any] = []
     for holder_path, steps in groups:
         holder = _value_at(state, holder_path)
-        if not steps:
-            values.append(holder)
-        elif type(steps[0]) is str:
+        if steps and type(steps[0]) is str:
             items = dict_of(holder)
             values += [items.get(step, MISSING) for step in steps]
         else:
-            values += [_value_at(holder, (step,)) for step in steps]
+            values += [_value_at(holder, (step,)) for step in steps] if steps else [holder]
     return StateParts(values, versions_of([value for value in values if type(value) is Tensor]))
 
 
@@ -152,6 +152,13 @@ def find_changes(
     Args:
         by_others: Include placeholders: tensors that other stages wrote.
     """
+    if isinstance(before, StateSnapshot) and isinstance(after, StateSnapshot) and before.layout is after.layout:
+        paths, values = after.layout.paths, after.part_values
+        return [
+            StateChange(_to_steps(paths[at]), describe_value(values[at], paths[at]))
+            for at in after.changed_positions(before)
+            if by_others or not isinstance(values[at], Placeholder)
+        ]
     changes = [
         describe_change(path, part)
         for path, part in changed_parts(before, after).items()
@@ -177,6 +184,9 @@ def removed_change(path: Path) -> StateChange:
 
 def changed_paths(before: StateSnapshot, after: StateSnapshot) -> tuple[Path, ...]:
     """The paths of the parts that are new, changed or gone."""
+    if before.layout is after.layout:
+        paths = after.layout.paths
+        return tuple([paths[at] for at in after.changed_positions(before)])
     return (*changed_parts(before, after), *_removed(before, after))
 
 
@@ -188,7 +198,7 @@ def describe_state(state: Any) -> list[StateChange]:
 def describe_value(value: Any, path: Path) -> StateItem:
     """Describe a part without the values of a tensor, unless they are a few integers."""
     if isinstance(value, Tensor):
-        if is_known_by_value(value):
+        if not value.dtype.is_floating_point and is_known_by_value(value):
             dtype = str(value.dtype).removeprefix("torch.")
             return StateValues(list(value.shape), dtype, value.reshape(-1).tolist())
         return PlaceholderSpec.of(value, requires_grad=False)
@@ -217,11 +227,12 @@ def has_same_value(value: Any, other: Any) -> bool:
 
 def to_path(steps: Iterable[StateStep]) -> Path:
     """The path of a change."""
-    return tuple([tuple(step) if type(step) is list else step for step in steps])
+    path = tuple(steps)
+    return tuple([tuple(step) if type(step) is list else step for step in path]) if list in map(type, path) else path
 
 
 def _to_steps(path: Path) -> list[StateStep]:
-    return [[step[0]] if type(step) is tuple else step for step in path]
+    return [[step[0]] if type(step) is tuple else step for step in path] if tuple in map(type, path) else list(path)
 
 
 def _class_name(cls: type, path: Path) -> str:
@@ -263,14 +274,17 @@ def apply_changes(
         path = to_path(steps)
         if keeps_tensors and _keeps(_value_at(state, path), item):
             continue
-        if isinstance(item, StateNode | StateRemoved):
-            last_holder = None
-            if isinstance(item, StateRemoved):
-                _remove(state, path)
-                continue
-            if type(_value_at(state, path)).__name__ == item.name:
-                continue  # a holder of the same kind: the parts that changed follow
-        value = make_tensor(item, path) if isinstance(item, PlaceholderSpec) else _restore(item, path, device)
+        if type(item) is PlaceholderSpec:
+            value = make_tensor(item, path)
+        else:
+            if isinstance(item, StateNode | StateRemoved):
+                last_holder = None
+                if isinstance(item, StateRemoved):
+                    _remove(state, path)
+                    continue
+                if type(_value_at(state, path)).__name__ == item.name:
+                    continue  # a holder of the same kind: the parts that changed follow
+            value = _restore(item, path, device)
         if not path:
             state = value
             continue

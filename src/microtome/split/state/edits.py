@@ -28,9 +28,16 @@ from microtome.trace.op_schema import op_schema
 
 def forget_history(snapshot: StateSnapshot) -> None:
     """Let the history of placeholders begin anew: the other stages know of it."""
-    for _, placeholder in snapshot.placeholders():
+    for _, placeholder in _edited_placeholders(snapshot):
         if isinstance(placeholder, StatePlaceholder):
             placeholder.forget_history()
+
+
+def _edited_placeholders(snapshot: StateSnapshot) -> list[tuple[Path, Placeholder]]:
+    """The placeholders with a history, and those that were computed from others."""
+    values, paths = snapshot.part_values, snapshot.layout.paths
+    found = [(at, values[at]) for at in snapshot.layout.placeholders]
+    return [(paths[at], one) for at, one in found if type(one) is not StatePlaceholder or one.history != ()]
 
 
 def check_not_edited(before: StateSnapshot, after: StateSnapshot, glue: frozenset[Path]) -> None:
@@ -39,14 +46,12 @@ def check_not_edited(before: StateSnapshot, after: StateSnapshot, glue: frozense
     Args:
         glue: The parts that code between calls changes, which the other stage runs, too.
     """
-    for path, placeholder in after.placeholders():
+    for path, placeholder in _edited_placeholders(after):
         if path in glue:
             continue
-        if isinstance(placeholder, StatePlaceholder):
-            is_edited = placeholder.history != ()
-        else:  # computed from a placeholder
-            is_edited = path not in before or before[path].value is not placeholder
-        if is_edited:
+        # Those of another class are computed from a placeholder.
+        is_known = path in before and before[path].value is placeholder
+        if isinstance(placeholder, StatePlaceholder) or not is_known:
             raise Unsupported(
                 f"a stage changes the state at {format_path(path)}, whose values another stage has: cut where one "
                 "stage writes to it"
@@ -69,9 +74,12 @@ class StateEdit(NamedTuple):
 def find_edits(before: StateSnapshot, after: StateSnapshot) -> list[StateEdit]:
     """The edits of a state object since the last step, in-place operators on placeholders included."""
     changes = find_changes(before, after)
+    edited = _edited_placeholders(after)
+    if not changes and not edited:  # as between most steps
+        return []
     changed = {to_path(change.path) for change in changes}
-    for path, placeholder in after.placeholders():
-        if path not in changed and isinstance(placeholder, StatePlaceholder) and placeholder.history != ():
+    for path, placeholder in edited:
+        if path not in changed and isinstance(placeholder, StatePlaceholder):
             changes.append(describe_change(path, after[path]))
     return [StateEdit(change, _find_ops(to_path(change.path), before, after)) for change in changes]
 

@@ -15,6 +15,8 @@ from microtome.split.execution.placeholder import Placeholder
 from microtome.split.state.snapshot import Path, format_path
 from microtome.trace.op_schema import op_schema
 
+_CPU = torch.device("cpu")
+
 
 class StateOp(NamedTuple):
     """An operator that was applied to a placeholder, as the first argument; the others are kept."""
@@ -38,17 +40,20 @@ class StatePlaceholder(Placeholder):
     """
 
     path: Path
-    root: StatePlaceholder
-    base: StatePlaceholder | None
-    history: tuple[StateOp, ...] | None
+    base: StatePlaceholder | None = None
+    history: tuple[StateOp, ...] | None = ()
+    _root: StatePlaceholder | None = None  # not itself, which would be a reference cycle
 
     @classmethod
     def make(cls, spec: PlaceholderSpec, path: Path, device: torch.device | None, writer: str) -> Self:
         dtype = PLACEHOLDER_DTYPES[spec.dtype]
-        placeholder = cls(spec.shape, spec.strides, dtype, device or torch.device("cpu"), writer)
+        placeholder = cls(spec.shape, spec.strides, dtype, device or _CPU, writer)
         placeholder.path = path
-        placeholder.root, placeholder.base, placeholder.history = placeholder, None, ()
         return placeholder
+
+    @property
+    def root(self) -> StatePlaceholder:
+        return self if self._root is None else self._root
 
     @property
     def owner(self) -> str:
@@ -57,7 +62,7 @@ class StatePlaceholder(Placeholder):
 
     def forget_history(self) -> None:
         """Begin anew: all stages know of the operators so far."""
-        self.root, self.base, self.history = self, None, ()
+        self._root, self.base, self.history = None, None, ()
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -79,7 +84,7 @@ class StatePlaceholder(Placeholder):
             if not isinstance(tensor, Placeholder) or isinstance(tensor, StatePlaceholder):
                 return tensor
             result = cls.like(tensor, tensor.device, first._owner)
-            result.path, result.root = first.path, first.root
+            result.path, result._root = first.path, first.root
             result.base = None if not is_view else first if first.base is None else first.base
             result.history = first._extended(func, args, kwargs) if isinstance(output, Tensor) else None
             return result

@@ -7,6 +7,8 @@ once, and reading it again takes one look-up for each part.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import compress
+from operator import is_, is_not, ne
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +30,8 @@ _MAX_VALUES = 16
 #: The classes of leaves that hold no other part.
 LEAVES = frozenset((*PLAIN, Tensor, torch.dtype, torch.device))
 _COMPARED = frozenset((*PLAIN, torch.dtype, torch.device, tuple))
+#: The most frequent dtypes of tensors that are not known by value.
+_FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 
 
 class StatePart(NamedTuple):
@@ -92,6 +96,8 @@ class StateLayout:
         paths: The path of each part.
         positions: The position of each path.
         tensors: The positions of tensors, without those of a subclass.
+        tensor_numbers: The number of each of these.
+        identified: The positions of parts that are compared by identity.
         placeholders: The positions of tensors whose values another stage has.
     """
 
@@ -102,8 +108,22 @@ class StateLayout:
         self._holders: list[_Holder] = []
         self._state = state
         self._add(state, (), set())
+        self._holder_positions = [holder.position for holder in self._holders]
+        self._held = [holder.value for holder in self._holders]
+        self._lists = [holder.items for holder in self._holders if type(holder.items) is list]
+        self._lengths = list(map(len, self._lists))
+        dicts = [holder for holder in self._holders if isinstance(holder.items, dict)]
+        self._dicts = [holder.items for holder in dicts]
+        self._keys = [holder.keys for holder in dicts]
+        self._typed_dicts = [holder.items for holder in dicts if holder.key_types is not None]
+        self._key_types = [holder.key_types for holder in dicts if holder.key_types is not None]
+        objects = [holder for holder in dicts if holder.items is not holder.value]
+        self._objects = [holder.value for holder in objects]
+        self._namespaces = [holder.items for holder in objects]
         self.positions = {path: position for position, path in enumerate(self.paths)}
         self.tensors = [position for position, cls in enumerate(self._types) if cls is Tensor]
+        self.tensor_numbers = {position: number for number, position in enumerate(self.tensors)}
+        self.identified = {position for position, cls in enumerate(self._types) if cls not in _COMPARED}
         self.placeholders = [position for position, cls in enumerate(self._types) if issubclass(cls, Placeholder)]
         self._all_tensors = [position for position, cls in enumerate(self._types) if issubclass(cls, Tensor)]
         self._plain = [at for at, cls in enumerate(self._types) if cls in _COMPARED and cls is not torch.device]
@@ -139,29 +159,24 @@ class StateLayout:
             return None
         if list(map(type, values)) != self._types:
             return None
-        for position, value, items, keys, key_types in self._holders:
-            if values[position] is not value:
-                return None
-            if items is None:
-                continue
-            if type(items) is list:
-                if len(items) != keys:
-                    return None
-                continue
-            if list(items) != keys or (key_types is not None and list(map(type, items)) != key_types):
-                return None
-            if items is not value and dict_of(value) is not items:
-                return None
-        return values
+        is_same = (
+            all(map(is_, [values[at] for at in self._holder_positions], self._held))
+            and list(map(len, self._lists)) == self._lengths
+            and list(map(list, self._dicts)) == self._keys
+            and [list(map(type, items)) for items in self._typed_dicts] == self._key_types
+            and all(map(is_, map(dict_of, self._objects), self._namespaces))
+        )
+        return values if is_same else None
 
     def spell(self, values: list[Any], *, numbers: bool) -> str:
         """All that every stage knows of these values; see `digest_of`."""
         plain = [values[at] for at in self._plain]
         others = [getattr(values[at], "__name__", "-") for at in self._others]
         tensors = [values[at] for at in self._all_tensors]
-        integers = [at for at, one in enumerate(tensors) if numbers and not one.dtype.is_floating_point]
-        known = [(at, tensors[at].tolist()) for at in integers if is_known_by_value(tensors[at])]
         shapes, dtypes = [one.shape for one in tensors], [one.dtype for one in tensors]
+        known = []
+        if numbers and not _FLOATS.issuperset(dtypes):
+            known = [(at, one.tolist()) for at, one in enumerate(tensors) if is_known_by_value(one)]
         return f"{self._text}{plain}{others}{shapes}{dtypes}{known}"
 
 
@@ -184,8 +199,8 @@ class StateSnapshot(Mapping[Path, StatePart]):
     def __init__(self, layout: StateLayout, values: list[Any]) -> None:
         self.layout = layout
         self.part_values = values
-        versions = versions_of([values[position] for position in layout.tensors])
-        self._versions = dict(zip(layout.tensors, versions, strict=True))
+        #: The version counters of the tensors of the layout, in order.
+        self._versions = versions_of([values[position] for position in layout.tensors])
 
     @classmethod
     def of(cls, state: Any, last: StateSnapshot | None = None) -> StateSnapshot:
@@ -218,16 +233,23 @@ class StateSnapshot(Mapping[Path, StatePart]):
         return path in self.layout.positions
 
     def _part(self, position: int) -> StatePart:
-        return StatePart(self.part_values[position], self._versions.get(position, 0))
+        number = self.layout.tensor_numbers.get(position)
+        return StatePart(self.part_values[position], 0 if number is None else self._versions[number])
+
+    def changed_positions(self, before: StateSnapshot) -> list[int]:
+        """The positions of the parts that changed since another snapshot with the same layout."""
+        values, earlier = self.part_values, before.part_values
+        replaced = compress(range(len(values)), map(is_not, values, earlier))
+        identified = self.layout.identified
+        changed = [at for at in replaced if at in identified or not is_equal(values[at], earlier[at])]
+        if self._versions == before._versions:
+            return changed
+        written = compress(self.layout.tensors, map(ne, self._versions, before._versions))
+        return sorted({*changed, *written})
 
     def changes_since(self, before: StateSnapshot) -> dict[Path, StatePart]:
         """The parts that changed since another snapshot with the same layout."""
-        pairs = enumerate(zip(self.part_values, before.part_values, strict=True))
-        replaced = [at for at, (now, then) in pairs if now is not then]
-        changed = {at for at in replaced if not is_equal(self.part_values[at], before.part_values[at])}
-        if self._versions != before._versions:
-            changed.update(at for at, version in self._versions.items() if version != before._versions[at])
-        return {self.layout.paths[at]: self._part(at) for at in sorted(changed)}
+        return {self.layout.paths[at]: self._part(at) for at in self.changed_positions(before)}
 
     def placeholders(self) -> Iterator[tuple[Path, Placeholder]]:
         """The tensors whose values another stage has."""
