@@ -657,3 +657,21 @@ def test_a_backward_that_raises_leaves_no_hooks() -> None:
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.backward(loss + again)
     assert moves.calls == [None, "2", "1"]
+
+
+def test_a_session_of_chosen_modules_follows_them_when_those_above_are_moved() -> None:
+    chosen = nn.ReLU()
+    model = nn.Sequential(nn.Sequential(chosen), nn.Sequential(nn.ReLU()))
+    calls: list[str] = []
+
+    class Record(mt.Probe):
+        def enter(self, call: mt.Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            calls.append(call.path)
+
+    session = mt.Session(model, [Record()], at=[chosen])
+    modules = model._modules
+    for first, second in (("0", "1"), ("1", "0"), ("0", "1")):
+        modules["0"], modules["1"] = (modules[first], modules[second])
+        with session:
+            model(torch.ones(1))
+    assert calls == ["0.0", "1.0", "1.0"]

@@ -40,6 +40,8 @@ class ModuleIndex(ABC):
         # The scanned modules and, for modules that began a run, those at and below it that have children.
         self._scanned: dict[int, _ScannedModule] = {}
         self._subtrees: dict[int, list[_ScannedModule]] = {}
+        # The modules whose children are compared with the last scan; None: all.
+        self._compared: set[int] | None = None
         # Entries are removed when their module is freed, since its id may be reused.
         self.ignored: dict[int, weakref.ref[nn.Module]] = {}
         # The entries of the modules that hold each parameter, computed once per graph task.
@@ -83,7 +85,8 @@ class ModuleIndex(ABC):
                 keys.update(dict.fromkeys(fresh))
                 pending.extend(fresh)
             # A module without children can get one only through torch's own functions, which call `on_registration`.
-            subtree = self._subtrees[id(module)] = [self._scanned[key] for key in keys if self._scanned[key][1]]
+            compared = keys if self._compared is None else [key for key in keys if key in self._compared]
+            subtree = self._subtrees[id(module)] = [self._scanned[key] for key in compared if self._scanned[key][1]]
         for ref, names, ids in subtree:
             parent = ref()
             modules = {} if parent is None else parent._modules
@@ -149,6 +152,9 @@ class ModelIndex(ModuleIndex):
         for key in removed:
             self.by_id.pop(key, None)
         self._mark_scanned(modules.items())
+        if isinstance(self._at, list) and all(isinstance(one, nn.Module) for one in self._at):
+            # No other module can come to be selected, and paths depend on those above the selected ones alone.
+            self._compared = {id(modules[path]) for path in _ancestors(selected)}
         for path in modules.keys() - selected.keys():
             key = id(modules[path])
             self.ignored[key] = weakref.ref(modules[path], _remover(key, self.ignored, self._scanned))
@@ -279,6 +285,12 @@ def _same_hooks(entry: ModuleEntry, replica: nn.Module) -> bool:
     """Whether this is the original of a replica, with which it shares the dict of hooks."""
     original = entry.ref()
     return original is not None and original._forward_hooks is replica._forward_hooks
+
+
+def _ancestors(paths: Iterable[str]) -> set[str]:
+    """The paths of the modules above those at these paths."""
+    parts = [path.split(".") for path in paths if path]
+    return {".".join(names[:count]) for names in parts for count in range(len(names))}
 
 
 def _module_below(top: nn.Module, path: str) -> nn.Module | None:

@@ -82,8 +82,12 @@ def frozen_copy(weight: Tensor, refuse: Callable[[Tensor], None]) -> Tensor:
 def copy_attributes(module: nn.Module) -> Attributes:
     """The attributes of a module, with copies of those that are containers, except torch's own."""
     values = dict(module.__dict__)
-    items = [(name, value) for name, value in values.items() if isinstance(value, CONTAINERS)]
-    return Attributes(values, {name: copy_container(value) for name, value in items if name not in TORCH_ATTRIBUTES})
+    contents = {
+        name: copy_container(value)
+        for name, value in values.items()
+        if name not in TORCH_ATTRIBUTES and isinstance(value, CONTAINERS)
+    }
+    return Attributes(values, contents)
 
 
 def restore_attributes(module: nn.Module, before: Attributes, *, where: Callable[[Any], bool]) -> None:

@@ -31,6 +31,8 @@ _MISSING = object()
 
 def copy_container(container: Any) -> Any:
     """Copy the contents of a container without methods that a subclass overrides."""
+    if type(container) is dict:
+        return container.copy()
     if isinstance(container, dict):
         return dict(OrderedDict.items(container) if isinstance(container, OrderedDict) else dict.items(container))
     return container.copy()

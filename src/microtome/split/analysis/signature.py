@@ -209,7 +209,8 @@ def find_call(
     """
     if call.flow is None and len(candidates) == 1 and candidates[0] not in used:  # as nearly always
         signature = signatures[candidates[0]]
-        if _has_arguments(signature, arguments) and _has_outputs(signature.output_flow, call.output_flow):
+        has_outputs = signature.output_flow == call.output_flow or _has_outputs(signature.output_flow, call.output_flow)
+        if has_outputs and _has_arguments(signature, arguments):
             return candidates[0]
     matches = [index for index in candidates if _has_arguments(signatures[index], arguments)]
     if not matches:

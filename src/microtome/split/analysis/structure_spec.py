@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from xxhash import xxh3_64_hexdigest
 
 from microtome.engine.argument_names import named_arguments
 from microtome.engine.attributes import dict_of
@@ -78,6 +79,11 @@ class StructureSpec:
     def text(self) -> str:
         """The structure as a string: equal for two values that differ in tensors and plain values alone."""
         return "".join(_spell(self.template))
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of the structure."""
+        return xxh3_64_hexdigest(self.text.encode())
 
     def unflatten(
         self,

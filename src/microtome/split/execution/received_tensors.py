@@ -55,6 +55,7 @@ class ReceivedTensors:
         self._overlapping = frozenset(record.overlapping)
         self._requires_grad = frozenset(record.requires_grad)
         self._budget = SizeBudget(boundary, schedule.example)
+        self.is_limited = boundary.spare_bytes is not None
         self._remaining_uses = Counter(record.sent_names()) if release else None
         self._restored: dict[str, Tensor] = {}
         self._unmodified: list[tuple[str, Tensor, int]] = []

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from xxhash import xxh3_64_hexdigest
 
 from microtome.engine import Call
 from microtome.engine.probes import AnyOp, Where
@@ -123,7 +122,7 @@ class BoundaryRecorder:
                 distinct[str(index)] = tensor
         overlapping = [items[int(index)] for index in overlapping_names(distinct)]
         self._overlapping_inputs = [item.name for item in overlapping if isinstance(item, SentTensor)]
-        self._inputs = InputsRecord(tuple(items), plain, xxh3_64_hexdigest(spec.text.encode()))
+        self._inputs = InputsRecord(tuple(items), plain, spec.digest)
         self._tensors.update((array_name(index), to_tensor(array)) for index, array in enumerate(arrays))
 
     def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -226,6 +225,8 @@ class BoundaryRecorder:
     def _describe_outputs(
         self, call: SkippedCall, outputs: list[Tensor], arguments: list[Tensor]
     ) -> tuple[OutputItem, ...]:
+        if len(outputs) == 1 and call.has_new_outputs:
+            return (_placeholder_spec(outputs[0]),)
         if len(outputs) == 1:
             return (self._describe_output(call, 0, outputs[0], arguments, [0]),)
         firsts = first_occurrences(outputs)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from xxhash import xxh3_64_hexdigest
 
 from microtome.engine import Call
 from microtome.engine.module_state import has_forward_hooks, run_forward_hooks
@@ -91,7 +90,7 @@ class Replayer:
                 f"expected inputs of {spec.num_tensors} tensors and {spec.num_plain} other values, as on the example, "
                 f"got {len(inputs.tensors)} and {len(inputs.plain)}: split both sides on examples of one structure"
             )
-        if inputs.structure != xxh3_64_hexdigest(spec.text.encode()):
+        if inputs.structure != spec.digest:
             raise BadBoundary(
                 f"expected inputs of the structure {spec.text}, as on the example, got another structure: split both "
                 "sides on examples of one structure, with the same order of names"
@@ -153,7 +152,8 @@ class Replayer:
         return output
 
     def _make_placeholder(self, owner: str, spec: PlaceholderSpec, path: Path) -> Tensor:
-        self._tensors.charge(owner, spec)
+        if self._tensors.is_limited:
+            self._tensors.charge(owner, spec)
         return StatePlaceholder.make(spec, path, self._device, owner)
 
     def _check_states(self) -> None:
@@ -227,6 +227,8 @@ class Replayer:
     ) -> Tensor:
         """The next output of a skipped call, after those that are restored."""
         index = len(outputs)
+        if isinstance(item, PlaceholderSpec) and not call.argument_views:  # by far the most frequent
+            return self._tensors.restore(item, call.address, call.output_locations[index])
         if isinstance(item, RepeatedTensor):
             return outputs[item.position]
         if isinstance(item, ArgumentView) is not (index in call.argument_views):
@@ -236,7 +238,7 @@ class Replayer:
             return self._tensors.restore_view(item, arguments[call.argument_views[index]], call.address)
         if isinstance(item, ArgumentAlias):
             return _item_at(arguments, item, call)
-        tensor = self._tensors.restore(item, call.address, ValueLocation(call.call, call.output_ranks[index]))
+        tensor = self._tensors.restore(item, call.address, call.output_locations[index])
         argument = call.aliased_arguments[index]
         if argument is None or isinstance(item, PlaceholderSpec):  # which is no argument, other than on the example
             return tensor

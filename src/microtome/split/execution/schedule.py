@@ -99,6 +99,17 @@ class SkippedCall:
         return tuple(map(group_paths, self.state_paths))
 
     @cached_property
+    def has_new_outputs(self) -> bool:
+        """Whether no output crosses, and none is an argument or a view of one."""
+        is_aliased = any(index is not None for index in self.aliased_arguments) or bool(self.argument_views)
+        return not (is_aliased or self.sent_outputs or self.unaliased_outputs)
+
+    @cached_property
+    def output_locations(self) -> tuple[ValueLocation, ...]:
+        """Where each output is located in a run."""
+        return tuple(ValueLocation(self.call, rank) for rank in self.output_ranks)
+
+    @cached_property
     def reader(self) -> ArgumentReader:
         """Reads its arguments."""
         return ArgumentReader(self.key, in_order=self.uses_arguments)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ from microtome.split.boundary.schema import (
 )
 from microtome.split.execution.placeholder import Placeholder
 from microtome.split.state.snapshot import (
+    LARGE_DTYPES,
     LEAVES,
     Path,
     StatePart,
@@ -114,7 +116,7 @@ def parts_at(state: Any, groups: PathGroups) -> StateParts:
         holder = _value_at(state, holder_path)
         if steps and type(steps[0]) is str:
             items = dict_of(holder)
-            values += [items.get(step, MISSING) for step in steps]
+            values += map(items.get, steps, repeat(MISSING))
         else:
             values += [_value_at(holder, (step,)) for step in steps] if steps else [holder]
     return StateParts(values, versions_of([value for value in values if type(value) is Tensor]))
@@ -198,10 +200,9 @@ def describe_state(state: Any) -> list[StateChange]:
 def describe_value(value: Any, path: Path) -> StateItem:
     """Describe a part without the values of a tensor, unless they are a few integers."""
     if isinstance(value, Tensor):
-        if not value.dtype.is_floating_point and is_known_by_value(value):
-            dtype = str(value.dtype).removeprefix("torch.")
-            return StateValues(list(value.shape), dtype, value.reshape(-1).tolist())
-        return PlaceholderSpec.of(value, requires_grad=False)
+        if value.dtype in LARGE_DTYPES or not is_known_by_value(value):
+            return PlaceholderSpec.of(value, requires_grad=False)
+        return StateValues(list(value.shape), str(value.dtype).removeprefix("torch."), value.reshape(-1).tolist())
     if type(value) in PLAIN:
         return PlainItem(value)
     if isinstance(value, torch.dtype):

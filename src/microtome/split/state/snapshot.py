@@ -31,7 +31,7 @@ _MAX_VALUES = 16
 LEAVES = frozenset((*PLAIN, Tensor, torch.dtype, torch.device))
 _COMPARED = frozenset((*PLAIN, torch.dtype, torch.device, tuple))
 #: The most frequent dtypes of tensors that are not known by value.
-_FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
+LARGE_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 
 
 class StatePart(NamedTuple):
@@ -175,7 +175,7 @@ class StateLayout:
         tensors = [values[at] for at in self._all_tensors]
         shapes, dtypes = [one.shape for one in tensors], [one.dtype for one in tensors]
         known = []
-        if numbers and not _FLOATS.issuperset(dtypes):
+        if numbers and not LARGE_DTYPES.issuperset(dtypes):
             known = [(at, one.tolist()) for at, one in enumerate(tensors) if is_known_by_value(one)]
         return f"{self._text}{plain}{others}{shapes}{dtypes}{known}"
 

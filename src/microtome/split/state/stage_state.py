@@ -55,9 +55,13 @@ class StageState:
         storages = {storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in own}
         return sum(storages.values())
 
-    def find_edits(self) -> Edits:
-        """The edits of the caller, who has the objects, since the last step."""
-        before, self.after = self.after or [], self.read()
+    def find_edits(self, snapshots: list[StateSnapshot] | None = None) -> Edits:
+        """The edits of the caller, who has the objects, since the last step.
+
+        Args:
+            snapshots: Snapshots of the objects as they are now; None: they are taken.
+        """
+        before, self.after = self.after or [], snapshots or self.read()
         return list(map(find_edits, before, self.after))
 
     def begin_step(self, stage: Stage, edits: Edits = ()) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from operator import is_
 from typing import Any
 
 from microtome.engine.pytree import map_tensors
@@ -34,6 +35,7 @@ class StepSequence:
         self.running = 0
         self._states: list[StageState] = []  # for each stage
         self._failed = False
+        self._snapshots: list[StateSnapshot] | None = None  # of the caller's objects, if they were read for this step
 
     @property
     def states(self) -> list[list[Any]]:
@@ -43,8 +45,9 @@ class StepSequence:
     def read(self, states: Sequence[Any]) -> list[StateSnapshot]:
         """Take snapshots of the caller's state objects."""
         first = self._states[0] if self._states else None
-        if first is not None and [id(state) for state in states] == [id(state) for state in first.objects]:
-            return first.read()
+        if first is not None and len(states) == len(first.objects) and all(map(is_, states, first.objects)):
+            self._snapshots = first.read()
+            return self._snapshots
         return list(map(StateSnapshot.of, states))
 
     def run(self, stages: Sequence[Stage], inputs: Inputs) -> Any:
@@ -105,9 +108,10 @@ class StepSequence:
     def _find_edits(self, states: list[Any]) -> Edits:
         """The caller's edits since the last step."""
         expected = self._states[0].objects
-        if len(states) != len(expected) or any(one is not other for one, other in zip(states, expected, strict=True)):
+        if len(states) != len(expected) or not all(map(is_, states, expected)):
             raise SessionError("expected the state that the last step returned, got another one: begin a new session")
-        return self._states[0].find_edits()
+        snapshots, self._snapshots = self._snapshots, None
+        return self._states[0].find_edits(snapshots)
 
 
 def _claim(state: Any) -> None:
