@@ -249,12 +249,12 @@ def analyze(model: nn.Module, inputs: Any, state: Sequence[str] = ()) -> Analysi
     return with_states
 
 
-def _analyze(model: nn.Module, example: Inputs) -> Analysis:
+def _analyze(model: nn.Module, example: Inputs, *, every_draw: bool = False) -> Analysis:
     attempts: list[tuple[_Attempt, TraceRecorder]] = []
     state = State()
 
     def make_probes(recorder: TraceRecorder) -> _Attempt:
-        probes = _Attempt(CallRecorder(recorder), StateProbe(), PythonDrawProbe(model), CallOrderProbe())
+        probes = _Attempt(CallRecorder(recorder), StateProbe(), PythonDrawProbe(model, every_call=every_draw), CallOrderProbe())
         attempts.append((probes, recorder))
         return probes
 
@@ -265,6 +265,8 @@ def _analyze(model: nn.Module, example: Inputs) -> Analysis:
 
     trace, _ = record(model, example, make_probes=make_probes, after_run=after_run, values=True)
     probe, _, python_draws, call_order = attempts[-1][0]
+    if python_draws.is_incomplete:
+        return _analyze(model, example, every_draw=True)
     may_vary = bool(python_draws.draws or (probe.draws and call_order.reads_values))
     generators = tuple(probe.generators.values())
     arrays: list[Any] = []
