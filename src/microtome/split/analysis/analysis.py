@@ -83,6 +83,11 @@ class Analysis:
         return any(structure.mutated_attributes for structure in self.call_structures)
 
     @cached_property
+    def has_side_effects(self) -> bool:
+        """Whether any call has a side effect that cannot be replayed."""
+        return any(structure.side_effect is not None for structure in self.call_structures)
+
+    @cached_property
     def has_hook_mutations(self) -> bool:
         """Whether a forward hook sets attributes of a module that encloses its own."""
         return any(names for structure in self.call_structures for _, names in structure.hook_mutations)
@@ -254,7 +259,9 @@ def _analyze(model: nn.Module, example: Inputs, *, every_draw: bool = False) -> 
     state = State()
 
     def make_probes(recorder: TraceRecorder) -> _Attempt:
-        probes = _Attempt(CallRecorder(recorder), StateProbe(), PythonDrawProbe(model, every_call=every_draw), CallOrderProbe())
+        probes = _Attempt(
+            CallRecorder(recorder), StateProbe(), PythonDrawProbe(model, every_call=every_draw), CallOrderProbe()
+        )
         attempts.append((probes, recorder))
         return probes
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from functools import cached_property
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from microtome.results.trace import Op, Read, TracedCall
-from microtome.split.cuts.crossing import Crossing, ValueLocation
+from microtome.split.cuts.crossing import Crossing, Level, ValueLocation
 from microtome.split.execution.placeholder import SHAPE_ONLY
 
 if TYPE_CHECKING:
@@ -13,6 +17,9 @@ if TYPE_CHECKING:
 
 #: The needed values in each memory; False: needed only if somebody still refers to the value by an older tensor.
 Needs = dict[int, dict[int, bool]]
+
+
+_begins = attrgetter("begins")
 
 
 class _Access(NamedTuple):
@@ -45,8 +52,6 @@ class BackwardSlice:
         self._needs: Needs = {}
         self._unneeded_writes: set[int] = set()
         self._enclosing = {level.call.index for level in crossing.levels}
-        # As if a call -1 before the model had returned its inputs.
-        self._skipped = {-1, *(call.index for level in crossing.levels for call in level.skipped)}
         self.sources: dict[ValueLocation, int] = {}
         self.views: dict[ValueLocation, int] = {}
         self.conflicts: set[int] = set()
@@ -56,8 +61,7 @@ class BackwardSlice:
     def run(self, needs: Needs) -> None:
         """Walk back from these needs at the cut."""
         self._needs = needs
-        events = self._events()
-        for event in reversed(events):
+        for event in reversed(self._events()) if self._liveness.has_reads else self._events_back():
             if isinstance(event, TracedCall):
                 self._skip_call(event)
             elif isinstance(event, Read):
@@ -70,7 +74,38 @@ class BackwardSlice:
             if value in self._needs.get(self._memory_of[value], ()):
                 self.sources[ValueLocation(None, position)] = value
         if self._unneeded_writes:
-            self._find_conflicts(events)
+            self._find_conflicts(self._events())
+
+    @cached_property
+    def _skipped(self) -> set[int]:
+        """The skipped calls, as if a call -1 before the model had returned its inputs."""
+        return {-1, *(call.index for level in self._crossing.levels for call in level.skipped)}
+
+    def _events_back(self) -> Iterator[TracedCall | Op]:
+        """The events of a model whose code reads no values, the last first.
+
+        While nothing is needed, which is most of the way back, only operators that do more than compute matter.
+        """
+        for level in reversed(self._crossing.levels):
+            yield from self._events_of(level)
+
+    def _events_of(self, level: Level) -> Iterator[TracedCall | Op]:
+        calls, ops = level.skipped, level.call.ops
+        num_calls, num_ops = len(calls), bisect_left(ops, self._crossing.cut.ends)
+        while num_calls or num_ops:
+            if not self._needs:
+                effects = self._liveness.effects_of(level.call)
+                found = bisect_left(effects, ops[num_ops]) if num_ops < len(ops) else len(effects)
+                if not found:
+                    return
+                num_ops = bisect_right(ops, effects[found - 1])
+                num_calls = bisect_right(calls, effects[found - 1], hi=num_calls, key=_begins)
+            if num_ops and (not num_calls or ops[num_ops - 1] >= calls[num_calls - 1].begins):
+                num_ops -= 1
+                yield self._trace.ops[ops[num_ops]]
+            else:
+                num_calls -= 1
+                yield calls[num_calls]
 
     def _events(self) -> list[TracedCall | Op | Read]:
         """The skipped calls, glue operators and reads of Python code before the cut, in order."""

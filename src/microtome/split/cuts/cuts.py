@@ -11,7 +11,7 @@ from torch import nn
 
 from microtome.engine.selectors import check_model, path_aliases
 from microtome.results.cuts import Cut, Cuts, Live
-from microtome.results.trace import Value
+from microtome.results.trace import TracedCall, Value
 from microtome.split.analysis.analysis import Analysis, analyze
 from microtome.split.analysis.arrays import array_name
 from microtome.split.analysis.structure_spec import TensorSpec
@@ -148,6 +148,7 @@ class _Costs:
         used = [value for value in trace.values if value.origin == "parameter" and uses[value.memory]]
         self._last_use = {value.index: max(uses[value.memory]) for value in used}
         self._used_by: dict[int, list[Value]] = {}
+        self._weighted: dict[int, list[int]] = {}
         for value in used:
             for op_index in set(uses[value.memory]):
                 self._used_by.setdefault(op_index, []).append(value)
@@ -156,12 +157,18 @@ class _Costs:
         self._begun = [_sums_before(first_uses, len(trace.ops), size_of) for size_of in (_numel, _nbytes)]
         self._ended = [_sums_before(last_uses, len(trace.ops), size_of) for size_of in (_numel, _nbytes)]
 
+    def _weighted_ops(self, call: TracedCall) -> list[int]:
+        """The operators in the code of a call itself that use parameters."""
+        if call.index not in self._weighted:
+            self._weighted[call.index] = [op for op in call.ops if op in self._used_by]
+        return self._weighted[call.index]
+
     def at(self, crossing: Crossing) -> tuple[int | None, int | None, int, int, int, int]:
         """MACs, numbers of parameters and bytes of parameters, each of the head and of the tail."""
         end = crossing.cut.ends
         head_macs, total_macs = self._macs[end], self._macs[-1]
         tail_macs = None if total_macs is None or head_macs is None else total_macs - head_macs
-        glue = (op for level in crossing.levels for op in level.call.ops if op < end)
+        glue = (op for level in crossing.levels for op in self._weighted_ops(level.call) if op < end)
         used = {value.index: value for op in glue for value in self._used_by.get(op, ())}
         replayed = [value for value in used.values() if self._last_use[value.index] < end]
         head = [sums[end] for sums in self._begun]

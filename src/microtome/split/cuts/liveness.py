@@ -18,6 +18,7 @@ A cut is refused where a needed value is neither returned nor an argument of the
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Sequence
 from functools import cached_property
@@ -53,6 +54,13 @@ class Liveness:
         for read in analysis.trace.reads:
             self._reads[read.op].append(read)
         self._live: dict[frozenset[int], list[Needs]] = {}
+        self._children: dict[int, tuple[TracedCall, ...]] = {}
+        self._effects: dict[int, list[int]] = {}
+
+    @property
+    def has_reads(self) -> bool:
+        """Whether Python code reads values of tensors."""
+        return bool(self._reads)
 
     def crossing(self, cut: TracedCall, extra: Iterable[ValueLocation] = ()) -> Crossing:
         """Compute what crosses at the exit of this call.
@@ -93,11 +101,26 @@ class Liveness:
         inner, onward = cut, None
         while inner.parent is not None:
             parent = calls[inner.parent]
-            before = [calls[child] for child in parent.children if child < inner.index]
-            skipped = tuple(before) if levels else (*before, inner)
-            levels.append(Level(parent, skipped, onward))
+            end = bisect_left(parent.children, inner.index) + (not levels)  # the cut itself is skipped
+            levels.append(Level(parent, self._children_of(parent)[:end], onward))
             onward, inner = parent, parent
         return tuple(reversed(levels))
+
+    def _children_of(self, call: TracedCall) -> tuple[TracedCall, ...]:
+        if call.index not in self._children:
+            self._children[call.index] = tuple(self._trace.calls[child] for child in call.children)
+        return self._children[call.index]
+
+    def effects_of(self, call: TracedCall) -> list[int]:
+        """The operators in the code of a call that matter also where nobody needs what they compute."""
+        if call.index not in self._effects:
+            ops = [self._trace.ops[index] for index in call.ops]
+            self._effects[call.index] = [op.index for op in ops if self._has_effect(op)]
+        return self._effects[call.index]
+
+    def _has_effect(self, op: Op) -> bool:
+        """Whether an operator writes, draws, reads values, or has no outputs, as an assertion."""
+        return bool(op.mutates or not op.outputs or op.index in self.analysis.draws or self.value_reads(op))
 
     def _values_at(self, location: ValueLocation) -> tuple[int, ...]:
         """The values that a position of this location indexes."""

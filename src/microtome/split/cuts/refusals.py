@@ -36,6 +36,8 @@ def _refuse_fused(analysis: Analysis, crossing: Crossing) -> str | None:
 
 def _refuse_side_effects(analysis: Analysis, crossing: Crossing) -> str | None:
     """The reason why the tail cannot replay what a skipped call does beside returning tensors."""
+    if not (analysis.has_side_effects or analysis.has_hook_mutations or analysis.mutates_attributes):
+        return None
     trace = analysis.trace
     later_paths: set[str] | None = None
     for call in (call for level in crossing.levels for call in level.skipped):
