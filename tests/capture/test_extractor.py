@@ -24,7 +24,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"clone": True},
     {"clone": False},
     {"detach": False},
-    {"transform": lambda output: output * 2},
+    {"transform": torch.neg},
 ]
 
 
