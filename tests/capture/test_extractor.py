@@ -24,11 +24,11 @@ OPTIONS: list[dict[str, Any]] = [
     {"clone": True},
     {"clone": False},
     {"detach": False},
-    {"transform": torch.neg},
+    {"transform": lambda output: output * 2},
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=[*map(str, OPTIONS[:-1]), "transform"])
 @pytest.mark.parametrize("at", ["blocks.1", "blocks.*", "", "blocks.0/add", ["patch_embed", "head"]], ids=str)
 def test_every_call_gives_what_extract_gives(at: Any, options: dict[str, Any]) -> None:
     model = zoo.build("tiny-vit")[0]
