@@ -1,20 +1,21 @@
-"""Run every benchmark that needs a CUDA device: `python -m benchmarks.gpu [--save]`."""
+"""Run the benchmarks that need a CUDA device, all or by name: `python -m benchmarks.gpu [gpu-speed …] [--save]`."""
 
 from __future__ import annotations
 
 import sys
 
 from benchmarks import report
-from benchmarks.gpu import energy, memory, times
+from benchmarks.gpu import energy, memory, speed, times
 
-SUITES = {"gpu-times": times.run, "gpu-memory": memory.run, "gpu-energy": energy.run}
+SUITES = {"gpu-times": times.run, "gpu-memory": memory.run, "gpu-energy": energy.run, "gpu-speed": speed.run}
 
 
 def main() -> int:
     missed = False
     print(report.machine())
-    for name, run in SUITES.items():
-        targets = run()
+    names = [name for name in sys.argv[1:] if not name.startswith("--")] or list(SUITES)
+    for name in names:
+        targets = SUITES[name]()
         text = report.markdown(targets)
         print(f"\n{text}", flush=True)
         if "--save" in sys.argv:

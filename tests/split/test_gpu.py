@@ -12,6 +12,9 @@ from torch import nn
 
 import microtome as mt
 from microtome import zoo
+from microtome.engine.fingerprint import weights_fingerprint
+from microtome.errors import BadBoundary
+from microtome.files.pinned_memory import CHUNK
 from tests.split.test_random_replay import Encoder
 from tests.split.test_stages import same
 
@@ -141,3 +144,49 @@ def test_cuts_among_layers_dropped_by_draws_on_a_gpu_are_refused() -> None:
     assert [cut.at for cut in cuts] == ["0", "1.first", "1", "2"]
     assert all("'1' draws, it makes other calls in other runs" in (cut.refused or "") for cut in cuts.refused)
     assert torch.cuda.get_rng_state().equal(before)
+
+
+@pytest.mark.parametrize("size", [0, 1, CHUNK - 2, CHUNK, CHUNK + 2, 3 * CHUNK + 6])
+@pytest.mark.parametrize("codec", ["raw", "fp16", "int8"])
+def test_a_boundary_of_any_size_goes_through_pinned_memory(size: int, codec: str) -> None:
+    tensor = torch.randn(size // 2, device="cuda").bfloat16()
+    on_gpu = mt.Boundary("layer", "8d1f", {"layer": tensor}, {})
+    data = on_gpu.to_bytes(codec)
+    assert data == on_gpu.to("cpu").to_bytes(codec)
+    decoded = mt.Boundary.from_bytes(data).tensors["layer"]
+    received = mt.Boundary.from_bytes(data, device="cuda").tensors["layer"]
+    assert received.is_cuda
+    assert received.cpu().equal(decoded)
+    if codec == "raw":
+        assert received.equal(tensor)
+        assert mt.Boundary.from_bytes(data).to("cuda").tensors["layer"].equal(tensor)
+
+
+def test_layouts_are_kept_on_a_gpu() -> None:
+    base = torch.randn(6, 5, 4, device="cuda")
+    tensors = {"permuted": base.permute(2, 0, 1), "expanded": base[0, 0].expand(3, 4), "gaps": base[:, ::2]}
+    data = mt.Boundary("layer", "8d1f", tensors, {}).to_bytes()
+    received = mt.Boundary.from_bytes(data, device="cuda").tensors
+    for name, tensor in tensors.items():
+        assert received[name].equal(tensor)
+        assert received[name].stride() == tensor.stride()
+
+
+def test_damage_is_detected_on_the_way_to_a_gpu() -> None:
+    data = bytearray(mt.Boundary("layer", "8d1f", {"layer": torch.randn(CHUNK, device="cuda")}, {}).to_bytes())
+    data[len(data) // 2] ^= 1
+    with pytest.raises(BadBoundary, match="checksum mismatch"):
+        mt.Boundary.from_bytes(data, device="cuda")
+
+
+def test_the_fingerprint_on_a_gpu_is_that_on_the_cpu_and_follows_every_write() -> None:
+    layer = nn.Linear(1031, 517).double()
+    on_cpu = weights_fingerprint(layer)
+    assert weights_fingerprint(layer.cuda()) == on_cpu
+    assert weights_fingerprint(layer) == on_cpu  # kept
+    layer.weight.data[-1, -1] += 1  # does not change its version
+    changed = weights_fingerprint(layer)
+    assert changed == weights_fingerprint(layer.cpu()) != on_cpu
+    weight = layer.cuda().weight
+    weight.data[[0, 1]] = weight.data[[1, 0]]
+    assert weights_fingerprint(layer) == weights_fingerprint(layer.cpu()) != changed

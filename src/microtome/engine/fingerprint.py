@@ -8,8 +8,19 @@ from zlib import crc32
 import torch
 import xxhash
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from microtome.engine.selectors import named_modules
+from microtome.files.pinned_memory import read_chunks
+from microtome.files.tensors import memory_of
+
+#: Tensors from so many bytes on are not read again while their checksum is the same.
+_MIN_KEPT_BYTES = 1 << 20
+#: Of the table whose sums are the checksum, in words of 8 bytes.
+_COLUMNS = 4096
+
+#: Checksum and digest of tensors on GPUs.
+_digests = WeakTensorKeyDictionary()
 
 
 def model_fingerprint(model: nn.Module, calls: Iterable[str]) -> str:
@@ -65,7 +76,37 @@ def _digest_values(model: nn.Module) -> str:
     for _, tensor in named_weights(model):
         if tensor.is_meta:
             return "unknown"
-        plain = tensor.detach().cpu().contiguous()
-        if plain.numel():
-            digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(_digest_tensor(tensor))
     return digest.hexdigest()
+
+
+def _digest_tensor(tensor: Tensor) -> bytes:
+    """The digest of a tensor's values; of a large one on a GPU, it is kept as long as the checksum stays the same."""
+    plain = tensor.detach().contiguous()
+    if not tensor.is_cuda or tensor.nbytes < _MIN_KEPT_BYTES:
+        return _digest_memory(plain)
+    checksum = _checksum(plain)
+    kept = _digests.get(tensor)
+    if kept is None or kept[0] != checksum:
+        _digests[tensor] = kept = checksum, _digest_memory(plain)
+    return kept[1]
+
+
+def _digest_memory(tensor: Tensor) -> bytes:
+    digest = xxhash.xxh3_64()
+    for chunk in read_chunks(tensor):
+        digest.update(chunk)
+    return digest.digest()
+
+
+def _checksum(tensor: Tensor) -> bytes:
+    """The sums of the rows and the columns of a tensor's memory: another value changes two of them.
+
+    Writes through `.data` do not change the version of a tensor, so versions cannot tell whether its values changed.
+    """
+    data = tensor.reshape(-1).view(torch.uint8)
+    table = len(data) - len(data) % (8 * _COLUMNS)
+    words = data[:table].clone() if data.data_ptr() % 8 else data[:table]
+    rows = words.view(torch.int64).view(-1, _COLUMNS)
+    sums = torch.cat([rows.sum(0), rows.sum(1)]).view(torch.uint8)
+    return xxhash.xxh3_128_digest(memory_of(torch.cat([sums, data[table:]]).cpu()))

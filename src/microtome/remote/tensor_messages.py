@@ -71,7 +71,7 @@ def encode_tensors(tensors: Mapping[str, Tensor], at: str, fingerprint: str, cod
             name=name,
             dtype=entry["dtype"],
             shape=list(entry["shape"]),
-            parts=[protocol.Part(data=bytes(part.data), compression=part.compression or "") for part in parts],
+            parts=[protocol.Part(data=b"".join(part.chunks()), compression=part.compression or "") for part in parts],
             coded=entry.get("coded", ""),
             channel=entry.get("channel"),
         )

@@ -137,24 +137,32 @@ class Boundary:
 
     @classmethod
     def from_bytes(
-        cls, data: bytes | bytearray | memoryview, *, limit: int | str = "4GB", max_tensor_bytes: int | None = None
+        cls,
+        data: bytes | bytearray | memoryview,
+        *,
+        limit: int | str = "4GB",
+        max_tensor_bytes: int | None = None,
+        device: torch.device | str | None = None,
     ) -> Self:
         """Deserialize the bytes of `to_bytes`.
 
-        The tensors are on the CPU, in memory of their own, with their strides and alignment, by which kernels round.
+        The tensors are in memory of their own, with their strides and alignment, by which kernels round.
         Nothing in the bytes is executed. Damage is detected; forgery is not.
 
         Args:
             limit: The maximum memory that decoding may take, in bytes or such as "256MB", without `data` itself. The
                 facts may describe a quarter of it beyond what the tensors explain.
             max_tensor_bytes: The maximum bytes of the tensors, uncompressed; None: only `limit` bounds them.
+            device: The device of the tensors; None: the CPU.
 
         Raises:
             BadBoundary: If the bytes are damaged or no boundary, or need more memory than the limit.
         """
         limit_bytes = _parse_size(limit)
-        metadata, tensors = decode(data, limit_bytes, max_tensor_bytes)
-        return cls(**metadata, tensors=tensors, spare_bytes=limit_bytes // 4)
+        target = None if device is None else torch.device(device)
+        metadata, tensors = decode(data, limit_bytes, max_tensor_bytes, target)
+        boundary = cls(**metadata, tensors=tensors, spare_bytes=limit_bytes // 4)
+        return boundary if target is None else boundary.to(target)
 
     def __repr__(self) -> str:
         count = len(self.tensors)

@@ -14,6 +14,7 @@ from torch import Tensor
 from xxhash import xxh3_64_digest, xxh3_128_digest
 
 from microtome.errors import BadBoundary, NotInstalled, describe_error
+from microtome.files.pinned_memory import write_chunks
 from microtome.files.tensors import memory_of
 from microtome.split.boundary.codecs import COMPRESSORS, CodedTensor, dequantize, is_coded_dtype, scale_dtype
 from microtome.split.boundary.serialization import (
@@ -99,8 +100,13 @@ class TensorEntry:
         return need
 
 
-def decode(data: Any, limit: int, max_tensor_bytes: int | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def decode(
+    data: Any, limit: int, max_tensor_bytes: int | None = None, device: torch.device | None = None
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Decode the metadata and the tensors of a boundary.
+
+    Args:
+        device: The device of tensors that neither a lossy codec nor a compression encodes; None: the CPU.
 
     Raises:
         BadBoundary: If the bytes are damaged or no boundary, decoding would take more than `limit` bytes of memory, or
@@ -111,6 +117,10 @@ def decode(data: Any, limit: int, max_tensor_bytes: int | None = None) -> tuple[
     header_end = HEADER_OFFSET + header_bytes
     entries = _parse_entries(header.pop("tensors"), limit - JSON_COST * header_bytes, max_tensor_bytes)
     _check_stated(entries, len(view) - header_end - CHECKSUM_BYTES)
+    for entry in entries:
+        target = None if entry.is_coded or entry.values.compression is not None else device
+        for part in entry.parts:
+            part.tensor = torch.empty_strided(part.shape, part.strides, dtype=part.dtype, device=target)
     for part, stored in _read_parts(entries, view, header_end, digest):
         _decompress(part, stored)
     return header, {entry.name: _finish_tensor(entry) for entry in entries}
@@ -318,14 +328,14 @@ def _read_parts(
     """Copy uncompressed parts, and return the compressed ones, which are decompressed only if all checksums match."""
     digests, compressed = [header_digest], []
     for part in (part for entry in entries for part in entry.parts):
-        stored = view[position : position + part.stored_bytes]
-        part.tensor = torch.empty_strided(part.shape, part.strides, dtype=part.dtype)
-        if part.compression is None:
-            digests += copy_hashed(stored, memory_of(part.tensor))
-        else:
-            digests += hash_blocks(stored)
-            compressed.append((part, stored))
         end = position + part.stored_bytes
+        if part.compression is None:
+            for memory in write_chunks(part.tensor):  # of whole blocks, but for the last
+                digests += copy_hashed(view[position : position + len(memory)], memory)
+                position += len(memory)
+        else:
+            digests += hash_blocks(view[position:end])
+            compressed.append((part, view[position:end]))
         position = end + padding(end)
         if any(view[end:position]):
             raise BadBoundary(f"expected zeros between two tensors, got other bytes: {_DAMAGED}")

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +35,7 @@ from xxhash import xxh3_64_digest, xxh3_128_digest
 
 from microtome.engine.composite_ops import is_meta_or_fake
 from microtome.errors import BadBoundary, describe_error
+from microtome.files.pinned_memory import read_chunks
 from microtome.files.tensors import memory_of
 from microtome.split.boundary.codecs import COMPRESSORS, Codec, parse_codec
 from microtome.split.boundary.tensor_bytes import (
@@ -71,11 +72,15 @@ def header_length(data: bytes) -> int:
 
 
 class Part(NamedTuple):
-    """Bytes to write, the name of their compression, and the object that keeps them alive."""
+    """The bytes of a dense tensor, or compressed ones, to write."""
 
-    data: memoryview
-    compression: str | None
-    owner: object
+    source: Tensor | bytes
+    nbytes: int
+    compression: str | None = None
+
+    def chunks(self) -> Iterator[memoryview]:
+        """Yield the bytes; a view is valid until the next one is asked for."""
+        return iter([memoryview(self.source)]) if isinstance(self.source, bytes) else read_chunks(self.source)
 
 
 def encode(
@@ -105,7 +110,7 @@ def encode(
 
 def _assemble(header: bytes, parts: list[Part], make_prefix: Callable[[int], bytes]) -> bytes:
     position = HEADER_OFFSET + len(header)
-    total = position + sum(len(part.data) + padding(len(part.data)) for part in parts) + CHECKSUM_BYTES
+    total = position + sum(part.nbytes + padding(part.nbytes) for part in parts) + CHECKSUM_BYTES
     start = PREFIX.pack(MAGIC, VERSION, len(header), total)
     digests = [xxh3_64_digest(start + header)]
     outer = make_prefix(total)
@@ -114,8 +119,10 @@ def _assemble(header: bytes, parts: list[Part], make_prefix: Callable[[int], byt
     view = view[len(outer) :]
     view[:position] = start + digests[0] + header
     for part in parts:
-        end = position + len(part.data)
-        digests += copy_hashed(part.data, view[position:end])
+        for chunk in part.chunks():  # of whole blocks, but for the last
+            end = position + len(chunk)
+            digests += copy_hashed(chunk, view[position:end])
+            position = end
         position = end + padding(end)
         view[end:position] = bytes(position - end)
     view[position:] = xxh3_128_digest(b"".join(digests))
@@ -129,13 +136,13 @@ def encode_tensor(name: str, tensor: Tensor, codec: Codec) -> tuple[dict[str, An
     tensor = to_dense(tensor)
     coded = codec.quantize(tensor.detach()) if codec.quantize else None
     stored = [tensor] if coded is None else [part for part in (coded.values, coded.scales) if part is not None]
-    parts = [_compress(to_cpu(part), codec.compression) for part in stored]
+    parts = [_make_part(part.detach(), codec.compression) for part in stored]
     entry: dict[str, Any] = {
         "name": name,
         "dtype": DTYPE_NAMES[tensor.dtype],
         "shape": tensor.shape,
         "strides": tensor.stride(),
-        "parts": [(len(part.data), part.compression) for part in parts],
+        "parts": [(part.nbytes, part.compression) for part in parts],
     }
     if coded is not None:
         entry |= {"coded": DTYPE_NAMES[coded.values.dtype], "channel": coded.channel}
@@ -157,13 +164,13 @@ def _check_tensor(name: str, tensor: Tensor) -> None:
         raise BadBoundary(f"cannot send tensor {name!r} of {tensor.dtype}: dequantize it first")
 
 
-def _compress(tensor: Tensor, compression: str | None) -> Part:
-    data = memory_of(tensor)
+def _make_part(tensor: Tensor, compression: str | None) -> Part:
     if compression is not None:
-        compressed = COMPRESSORS[compression].compress(data)
-        if len(compressed) < len(data):
-            return Part(memoryview(compressed), compression, compressed)
-    return Part(data, None, tensor)
+        on_cpu = to_cpu(tensor)
+        compressed = COMPRESSORS[compression].compress(memory_of(on_cpu))
+        if len(compressed) < tensor.nbytes:
+            return Part(compressed, len(compressed), compression)
+    return Part(tensor, tensor.nbytes)
 
 
 def _encode_header(header: dict[str, Any], *, check_facts: bool) -> bytes:

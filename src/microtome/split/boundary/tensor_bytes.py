@@ -7,15 +7,23 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 from xxhash import xxh3_128_digest
 
+from microtome.files.pinned_memory import copy_to_device
 from microtome.files.tensors import resolve_lazy_bits, view_memory
 
 #: Bytes that are copied and hashed together: few enough that the hash still finds them in the CPU's cache.
 BLOCK = 1 << 18
+
+#: From so many bytes on, several threads copy, as many as torch uses for an operator. Four saturate memory.
+_PARALLEL_BYTES = 1 << 24
+_MAX_THREADS = 4
 
 #: torch allocates at multiples of this many bytes.
 ALIGNMENT = 64
@@ -106,6 +114,8 @@ def copy_strided(
         for size, stride in zip(target.shape, target.stride(), strict=True):
             indices = indices.unsqueeze(-1) + torch.arange(size, device=memory.device) * stride
         memory[indices] = source.to(memory.device)
+    elif target.is_cuda and source.is_cpu and source.numel() and target.stride() == source.stride():
+        copy_to_device(target, source)
     else:
         target.copy_(source)
     return copied.view(values.dtype)
@@ -139,11 +149,25 @@ def to_cpu(tensor: Tensor) -> Tensor:
 
 def copy_hashed(source: memoryview, target: memoryview) -> list[bytes]:
     """Copy bytes and return the digest of each block of the copy, since another thread may write to the source."""
+    threads = min(torch.get_num_threads(), _MAX_THREADS) if len(source) >= _PARALLEL_BYTES else 1
+    if threads == 1:
+        return _copy_blocks(source, target)
+    share = -(-len(source) // (threads * BLOCK)) * BLOCK
+    starts = range(0, len(source), share)
+    sources, targets = ([view[begin : begin + share] for begin in starts] for view in (source, target))
+    with ThreadPoolExecutor(threads) as pool:
+        return list(chain.from_iterable(pool.map(_copy_blocks, sources, targets)))
+
+
+def _copy_blocks(source: memoryview, target: memoryview) -> list[bytes]:
+    if not len(source):
+        return [xxh3_128_digest(b"")]
     digests = []
-    for begin in range(0, len(source) or 1, BLOCK):
-        block = target[begin : begin + BLOCK]
-        block[:] = source[begin : begin + BLOCK]
-        digests.append(xxh3_128_digest(block))
+    read, written = np.frombuffer(source, np.uint8), np.frombuffer(target, np.uint8)
+    for begin in range(0, len(source), BLOCK):  # numpy and xxhash release the GIL
+        block = written[begin : begin + BLOCK]
+        block[:] = read[begin : begin + BLOCK]
+        digests.append(xxh3_128_digest(block.data))
     return digests
 
 
