@@ -190,3 +190,19 @@ def test_the_fingerprint_on_a_gpu_is_that_on_the_cpu_and_follows_every_write() -
     weight = layer.cuda().weight
     weight.data[[0, 1]] = weight.data[[1, 0]]
     assert weights_fingerprint(layer) == weights_fingerprint(layer.cpu()) != changed
+
+
+@pytest.mark.parametrize("name", ["tiny-vit", "tiny-resnet"])
+def test_gradients_across_cuts_are_exact_on_a_gpu(name: str) -> None:
+    model, given = on_gpu(name)
+    cut = mt.cuts(model, given)[-2]
+    head, tail = mt.split(model, given, at=cut, grad=True)
+    sent = head(*given.args)
+    received = mt.Boundary.from_bytes(sent.to_bytes())
+    tail(received).sum().backward()
+    sent.backward(mt.Boundary.from_bytes(received.gradients().to_bytes()))
+    gradients = {key: weight.grad for key, weight in model.named_parameters()}
+    model.zero_grad()
+    given.run(model).sum().backward()
+    for key, weight in model.named_parameters():
+        torch.testing.assert_close(gradients[key], weight.grad)

@@ -148,7 +148,8 @@ class GradientVerification:
             found.append({name: grad for name, grad in gradients.items() if not name.startswith(_BOUNDARY)})
             names = [name for name in before if _BOUNDARY + name in gradients]
             outputs = [sent[stage.index - 1].tensors[name] for name in names]
-            grads = [gradients[_BOUNDARY + name] for name in names]
+            received_grads = [gradients[_BOUNDARY + name] for name in names]
+            grads = [grad.to(output.device) for grad, output in zip(received_grads, outputs, strict=True)]
         return found[::-1]
 
 

@@ -15,7 +15,7 @@ from xxhash import xxh3_64_digest, xxh3_128_digest
 
 from microtome.errors import BadBoundary, NotInstalled, describe_error
 from microtome.files.pinned_memory import write_chunks
-from microtome.files.tensors import memory_of
+from microtome.files.tensors import memory_of, use_huge_pages
 from microtome.split.boundary.codecs import COMPRESSORS, CodedTensor, dequantize, is_coded_dtype, scale_dtype
 from microtome.split.boundary.serialization import (
     CHECKSUM_BYTES,
@@ -331,6 +331,7 @@ def _read_parts(
         end = position + part.stored_bytes
         if part.compression is None:
             for memory in write_chunks(part.tensor):  # of whole blocks, but for the last
+                use_huge_pages(memory)
                 digests += copy_hashed(view[position : position + len(memory)], memory)
                 position += len(memory)
         else:

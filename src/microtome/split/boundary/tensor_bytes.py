@@ -16,7 +16,7 @@ from torch import Tensor
 from xxhash import xxh3_128_digest
 
 from microtome.files.pinned_memory import copy_to_device
-from microtome.files.tensors import resolve_lazy_bits, view_memory
+from microtome.files.tensors import resolve_lazy_bits, use_huge_pages, view_memory
 
 #: Bytes that are copied and hashed together: few enough that the hash still finds them in the CPU's cache.
 BLOCK = 1 << 18
@@ -40,7 +40,9 @@ _bytes_address.argtypes, _bytes_address.restype = (ctypes.py_object,), ctypes.c_
 def allocate_bytes(count: int) -> tuple[bytes, memoryview]:
     """Uninitialized bytes, and a view to fill them through before anybody else sees them."""
     data: bytes = _new_bytes(None, count)
-    return data, view_memory(_bytes_address(data), count)
+    view = view_memory(_bytes_address(data), count)
+    use_huge_pages(view)
+    return data, view
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
