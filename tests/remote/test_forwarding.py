@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 import microtome as mt
 from microtome.errors import BadFile, BadQuery, RemoteError
-from microtome.remote import forwarding, protocol, served_model
+from microtome.remote import admission, forwarding, protocol, served_model, service
 from microtome.remote.connection import Connection
 from microtome.remote.handshake import handshake
 from microtome.remote.message import Message
@@ -185,3 +186,51 @@ def test_a_server_keeps_a_bounded_number_of_chains_and_of_their_batchers(
         served.batch_key(boundary, StageRef((at, "layer1"), 2))
     assert [ref.cuts[0] for ref in served._batchers] == ["stem.2", "stem"]
     assert len(served._stages) == 2
+
+
+@pytest.fixture
+def ring(resnet: tuple[nn.Module, Tensor]) -> Iterator[Callable[..., tuple[str, str]]]:
+    """Start two servers that forward to each other."""
+    with ExitStack() as stack:
+
+        def start(**options: Any) -> tuple[str, str]:
+            with serving(*resnet) as placeholder:
+                address = placeholder.address
+            first = stack.enter_context(serving(*resnet, forward=address, **options))
+            second = stack.enter_context(serving(*resnet, listen=address, forward=first.address, **options))
+            return first.address, second.address
+
+        yield start
+
+
+@torch.no_grad()
+def test_servers_that_forward_to_each_other_do_not_wait_for_each_other_for_ever(
+    resnet: tuple[nn.Module, Tensor], ring: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "_FORWARD_WAIT_S", 0.02)
+    model, x = resnet
+    a, b = ring(max_message="200KB")  # 64 KiB cross each of the cuts: one at once is on its way
+    options: dict[str, Any] = {"at": ["stem", "layer1", "layer2"], "codec": "raw", "fallback": None, "deadline": 120}
+    with mt.connect(model, x, servers=[a, b, a], **options) as remote:
+        expected = model(x)
+        assert all(output.equal(expected) for output in remote.stream([x] * 40, window=16))
+        assert any(request.received_bytes > 10_000 for request in remote.requests)  # sent through the client
+        assert any(request.received_bytes < 10_000 for request in remote.requests)  # forwarded
+
+
+@torch.no_grad()
+def test_many_small_requests_that_are_forwarded_leave_room_for_the_stages_after_them(
+    resnet: tuple[nn.Module, Tensor], ring: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "_WINDOW", 2)
+    model, x = resnet
+    a, b = ring()
+    cuts = ["stem", "stem.2", "layer1", "layer2"]
+    options: dict[str, Any] = {"at": cuts, "codec": "raw", "fallback": None, "deadline": 120}
+    with ExitStack() as stack:
+        clients = [stack.enter_context(mt.connect(model, x, servers=[a, b, a, b], **options)) for _ in range(4)]
+        expected = model(x)
+        with ThreadPoolExecutor(4) as threads:
+            for outputs in threads.map(lambda remote: list(remote.stream([x] * 10, window=4)), clients):
+                assert all(output.equal(expected) for output in outputs)
+        assert all(request.received_bytes < 10_000 for remote in clients for request in remote.requests)

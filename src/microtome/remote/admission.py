@@ -18,6 +18,10 @@ from microtome.remote.peers import Peers
 _SLOT_TIMEOUT_S, _SLOT_POLL_S = 2.0, 0.05
 #: Seconds after which a reply that its peer does not read is stalled, so that its call can be evicted.
 STALLED_S = 0.25
+#: Seconds that a request to be forwarded waits while too many others are on their way.
+_FORWARD_WAIT_S = 0.5
+#: The fewest bytes that a forwarded request counts as: it is kept, with its future and its ids, until it is answered.
+_FORWARDED_BYTES = 64 << 10
 #: Seconds that a call waits for a slot before another is evicted in the middle of an upload: most uploads end sooner.
 UPLOAD_GRACE_S = 0.1
 
@@ -88,6 +92,30 @@ class ReplyBudget:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+
+
+class ForwardBudget(ReplyBudget):
+    """The bytes of forwarded requests that are not answered; while there are too many, further ones are refused soon.
+
+    They must not wait for longer: servers that forward to each other would wait for each other for ever.
+    """
+
+    _is_stuck = False
+
+    def add(self, nbytes: int) -> None:
+        super().add(max(nbytes, _FORWARDED_BYTES))
+
+    def remove(self, nbytes: int) -> None:
+        super().remove(max(nbytes, _FORWARDED_BYTES))
+
+    def has_room(self) -> bool:
+        """Wait for a short time until it is not full, unless that was in vain since it last was not."""
+        with self._changed:
+            has_room = self._changed.wait_for(
+                lambda: self._closed or not self.is_full, 0.0 if self._is_stuck else _FORWARD_WAIT_S
+            )
+            self._is_stuck = not has_room
+            return has_room
 
 
 class Upload:

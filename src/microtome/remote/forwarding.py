@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from microtome.endpoints import explain_endpoint
 from microtome.errors import BadQuery, MicrotomeError, NoMatch, RemoteError, describe_error
 from microtome.remote import protocol
-from microtome.remote.admission import ReplyBudget
+from microtome.remote.admission import ForwardBudget
 from microtome.remote.connection import Connection
-from microtome.remote.error_kinds import TooLarge
+from microtome.remote.error_kinds import Late, TooLarge
 from microtome.remote.handshake import handshake
 from microtome.remote.inference_backend import InferenceBackend
 from microtome.remote.logs import MAX_ID_CHARS
@@ -64,22 +64,28 @@ class Forwarder:
 
     Attributes:
         addresses: The servers that the operator allows: a client cannot make this server connect to others.
+        budget: The bytes of boundaries on their way, until their requests are answered.
     """
 
-    def __init__(self, served: InferenceBackend, options: ForwardOptions, max_reply: int, replies: ReplyBudget) -> None:
+    def __init__(self, served: InferenceBackend, options: ForwardOptions, max_reply: int, max_bytes: int) -> None:
         """Connect to a server when the first request for it comes.
 
         Args:
             max_reply: The most bytes of a reply.
-            replies: Counts the bytes of boundaries on their way, as it does those of replies.
+            max_bytes: The most bytes of boundaries on their way.
         """
         self.addresses = options.addresses
         self._handshake = partial(handshake, model=served, any_torch=True)
         self._max_reply = max_reply
-        self._replies = replies
+        self.budget = ForwardBudget(max_bytes)
         self._connections = {address: Connection(address, options.security) for address in options.addresses}
         self._numbers = count()
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="microtome-forward")
+
+    def check_room(self) -> None:
+        """Raise if too many boundaries are on their way; the client then sends this one itself."""
+        if not self.budget.has_room():
+            raise Late("too many boundaries wait for the next servers: send this one through the client")
 
     def send(
         self,
@@ -99,6 +105,9 @@ class Forwarder:
         if not servers:
             named = ", ".join(request.next_hops[0])
             raise NoMatch(f"this server does not forward to {named!r:.200}: allow it with --forward")
+        request.forwarded_bytes = boundary.nbytes
+        self.budget.add(boundary.nbytes)
+        request.leave_queue()
         header = protocol.Request(
             id=f"{request.id[:MAX_ID_CHARS]}/{next(self._numbers)}",  # the requests of all clients share a stream
             codec=request.codec,
@@ -121,8 +130,6 @@ class Forwarder:
             if message.nbytes > limit:
                 raise TooLarge(f"{pool.address} accepts {size(limit)}, got a boundary of {size(message.nbytes)}")
             message.retry_until = min(monotonic() + _RESEND_FOR_S, message.deadline or inf)
-            self._replies.add(message.nbytes)
-            message.reply.add_done_callback(lambda _: self._replies.remove(message.nbytes))
             pool.submit(message)
         except BaseException as error:  # noqa: BLE001  the client is told
             message.reply.set_exception(error)

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -55,7 +55,7 @@ class Service:
         echoes: Bytes of unwritten echoes.
         profiles: Bytes of unwritten profiles.
         replies: Bytes of unwritten replies: half of the quarter of the memory for replies, since gRPC copies each one
-            while it writes it.
+            while it writes it. A server that forwards has half of that for boundaries on their way.
         draining: Set when no new requests are accepted.
         sessions: The state that is kept for the steps of clients.
         failure: Why the device is unusable; None: it works.
@@ -73,9 +73,10 @@ class Service:
         self.queued = BytePool(limits.max_message)
         self.echoes = BytePool(MAX_ECHO_BYTES)
         self.profiles = BytePool(_MAX_PROFILES_BYTES)
-        self.replies = ReplyBudget(limits.max_message // 2)
+        share = 4 if forwards.addresses else 2  # gRPC copies forwarded boundaries, too
+        self.replies = ReplyBudget(limits.max_message // share)
         self.sessions = SessionStore(limits.sessions, metrics)
-        self._forwarder = Forwarder(served, forwards, limits.max_message, self.replies)
+        self._forwarder = Forwarder(served, forwards, limits.max_message, limits.max_message // share)
         self._workers = WorkerPool(served, limits, metrics, self.replies, self.sessions, self._forwarder, self._fail)
         self._profiler = ThreadPoolExecutor(1, thread_name_prefix="microtome-profile")
         self._profile: str | None = None
@@ -176,13 +177,14 @@ class Service:
         def on_answered(request: QueuedRequest, task: asyncio.Task[None]) -> None:
             self._settle(call, request)
             answers.discard(task)
-            window.release()
+            if request.forwarded_bytes is None:
+                window.release()
 
         async def read() -> None:
             while (data := await call.read()) is not None:
                 await window.acquire()
                 request = await self._receive(call, data)
-                self._submit(request)
+                self._submit(request, window)
                 task = asyncio.create_task(self._answer(call, request))
                 answers.add(task)
                 task.add_done_callback(partial(on_answered, request))
@@ -283,17 +285,26 @@ class Service:
             await self._reject(call, f"expected a Request, got other bytes: {describe_error(error)}")
             raise
 
-    def _submit(self, request: QueuedRequest) -> None:
-        """Queue a request for the workers; its bytes stay reserved until it is computed or cancelled."""
+    def _submit(self, request: QueuedRequest, window: asyncio.Semaphore | None = None) -> None:
+        """Queue a request for the workers; its bytes stay reserved until it is computed, forwarded or cancelled.
+
+        One that is forwarded leaves the window of its stream, too: further stages may be on this server.
+        """
         self._metrics.queue.inc()
         self._metrics.bytes.labels("received").inc(request.nbytes)
-        self._workers.submit(request)
-        request.reply.add_done_callback(partial(self._on_computed, request.nbytes))
 
-    def _on_computed(self, nbytes: int, _: Future[bytes]) -> None:
-        """Release the bytes of a request, from any thread."""
-        self._metrics.queue.dec()
-        self._loop.call_soon_threadsafe(self.queued.release, nbytes)
+        def release() -> None:
+            self.queued.release(request.nbytes)
+            if window is not None and request.forwarded_bytes is not None:
+                window.release()
+
+        def on_computed() -> None:
+            self._metrics.queue.dec()
+            with suppress(RuntimeError):  # the loop is closed: the server ended before the computation
+                self._loop.call_soon_threadsafe(release)
+
+        request.on_computed = on_computed
+        self._workers.submit(request)
 
     async def _answer(self, call: OpenCall, request: QueuedRequest) -> None:
         reply = await asyncio.wrap_future(request.reply)
@@ -304,11 +315,13 @@ class Service:
         """Cancel a request unless it is answered, and count its reply as written once there is one."""
         call.in_flight -= 1
         request.cancel()
-        request.reply.add_done_callback(self._remove_reply)
+        request.reply.add_done_callback(partial(self._remove_reply, request))
 
-    def _remove_reply(self, reply: Future[bytes]) -> None:
+    def _remove_reply(self, request: QueuedRequest, reply: Future[bytes]) -> None:
         if not reply.cancelled():
             self.replies.remove(len(reply.result()))
+        if request.forwarded_bytes is not None:
+            self._forwarder.budget.remove(request.forwarded_bytes)
 
     # -- messages ------------------------------------------------------------------------------------------------------
 

@@ -85,6 +85,8 @@ class QueuedRequest:
         owner: The stream on which it arrived.
         reply: The message with the output or an error.
         timing: Seconds of each phase.
+        forwarded_bytes: The bytes that were forwarded; None: it was not.
+        on_computed: Called once, when it no longer waits for this server.
     """
 
     def __init__(self, header: Any, data: memoryview, owner: object = None) -> None:
@@ -103,6 +105,8 @@ class QueuedRequest:
         self.boundary: Any = None
         self.at = ""
         self.timing: dict[str, float] = {}
+        self.forwarded_bytes: int | None = None
+        self.on_computed: Callable[[], None] | None = None
         self.reply: Future[bytes] = Future()
 
     def set_boundary(self, boundary: Any) -> None:
@@ -113,10 +117,17 @@ class QueuedRequest:
     def cancel(self) -> None:
         """Cancel the request unless it has begun; in the queue it holds no data from then on."""
         if self.reply.cancel():
-            self.data = None
+            self.leave_queue()
+
+    def leave_queue(self) -> None:
+        """Drop the data, and then release the reservation of their bytes."""
+        self.data = self.boundary = None
+        on_computed, self.on_computed = self.on_computed, None
+        if on_computed is not None:
+            on_computed()
 
     def resolve(self, reply: bytes) -> None:
-        self.data = self.boundary = None  # before the reservation of their bytes is released
+        self.leave_queue()
         self.reply.set_result(reply)
 
 
@@ -205,6 +216,8 @@ class WorkerPool:
                 self._compute_step(request)
                 continue
             try:
+                if request.next_hops:
+                    self._forwarder.check_room()
                 boundary = self._decode(request)
                 self._served.check_stage(request.stage, boundary)
                 boundary = request.boundary = self._served.complete(boundary, request.stage, self._gate.upgraded)
@@ -330,7 +343,6 @@ class WorkerPool:
 
     def _forward(self, request: QueuedRequest, output: Any, batch: int) -> None:
         """Send what crosses the end of the stage to the server of the next one, whose reply is that of the request."""
-        request.boundary = None
 
         def answer(reply: bytes) -> None:
             self._resolve(request, reply, batch)
