@@ -13,6 +13,7 @@ from microtome import zoo
 from microtome.plan.codec_benchmark import codec_costs
 from microtome.remote.sweep import sweep
 from microtome.results.base import _KINDS
+from microtome.results.profiles import ProfiledModel, ProfileFailure, Profiles
 from microtome.zoo.writer import KVCache
 from tests.marks import slow
 from tests.remote.test_requests import request_log
@@ -59,7 +60,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert isinstance(ids, dict)
     phases = mt.profile(writer, {**ids, "cache": KVCache()}, phases=("prefill", "decode"))
     results = [timed, timed.diff(timed), cuts, plan, codec_costs(cuts, "raw"), request_log(), swept, mt.profile(model)]
-    results.append(phases)
+    both = Profiles((ProfiledModel("resnet", timed), ProfiledModel("vit", None, ProfileFailure("BadQuery", "why"))))
+    results += [phases, both]
     for result in results:
         result.to_json(folder / f"{result.kind}.json")
     assert {result.kind for result in results} == set(_KINDS)
