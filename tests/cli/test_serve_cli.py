@@ -34,7 +34,7 @@ def serving(*words: Any) -> Iterator[tuple[subprocess.Popen[str], str]]:
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
-        found = re.search(r"is served at (\S+), (?:\d+ cut|stage \d)", line)
+        found = re.search(r"is served at (\S+), (?:\d+ cut|stage \d|an exported stage, from)", line)
         assert found is not None, f"{line!r}: {process.communicate(timeout=120)}"
         yield process, found[1]
     finally:
@@ -82,6 +82,27 @@ def test_a_stage_is_served_to_a_client_of_the_other(tmp_path: Path) -> None:
         other = call("run", MODEL, "--server", address, "--at", "layer2", "--repeat", 3)
         assert other.exit_code == 2
         assert "does not serve the cut at 'layer2'; it serves 'layer1'" in other.output
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the exporter
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_an_exported_stage_is_served(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime", reason="needs microtome[onnx]")
+    pytest.importorskip("onnxscript", reason="needs microtome[onnx]")
+    tail = mt.split(*zoo.build("tiny-resnet"), at="layer1")[1].export(tmp_path / "tail.onnx")
+    with serving(tail.file) as (_, address):
+        result = call("run", MODEL, "--server", address, "--at", "layer1", "--repeat", 3)
+        assert result.exit_code == 0, result.output
+    for words, message in (
+        (["--input", "1x3x8x8"], "tail.onnx is an exported stage: expected no --input"),
+        (["--device", "cpu"], "tail.onnx is an exported stage: expected no --device"),
+        (["--stage", "1"], "--stage is the number of a stage in a folder"),
+    ):
+        refused = call("serve", tail.file, *words)
+        assert (refused.exit_code, message in refused.output) == (2, True), refused.output
+    missing = call("serve", tmp_path / "none.onnx")
+    assert (missing.exit_code, "cannot read" in missing.output) == (2, True), missing.output
+    assert "load it with torch.export.load if you trust its source" in call("serve", "tail.pt2").output
 
 
 @pytest.mark.parametrize(

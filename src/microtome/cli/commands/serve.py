@@ -7,7 +7,7 @@ import gc
 import signal
 import sys
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,6 +19,9 @@ from microtome.cli.options.numbers import WholeNumber
 from microtome.cli.options.repetition import Command
 from microtome.cli.progress import show_progress
 from microtome.units import plural
+
+if TYPE_CHECKING:
+    from microtome.remote.inference_backend import InferenceBackend
 
 #: Parameters of mallopt in glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -76,8 +79,8 @@ def serve(
 ) -> None:
     """Serve every cut of a model: clients run the head, the server runs the tail. Or serve one of its stages.
 
-    MODEL is as for `microtome profile`. Listens on loopback by default. On SIGTERM or Ctrl-C, the server answers the
-    requests that it has received, and exits.
+    MODEL is as for `microtome profile`, or an exported stage: a file that ends in .onnx or .pte. Listens on loopback by
+    default. On SIGTERM or Ctrl-C, the server answers the requests that it has received, and exits.
     """
     if stage is not None and model.stages is None:
         raise click.UsageError("--stage is the number of a stage in a folder: add --stages FOLDER")
@@ -85,7 +88,6 @@ def serve(
     from microtome.remote.logs import log_to_stderr
     from microtome.remote.peers import raise_descriptor_limit
     from microtome.remote.security import read_token
-    from microtome.remote.served_model import ServedModel
     from microtome.remote.server import serve as start
 
     _keep_freed_memory()
@@ -93,9 +95,13 @@ def serve(
     log_to_stderr(log_level)
     token = None if token_file is None else read_token(token_file)
     forward_token = None if forward_token_file is None else read_token(forward_token_file)
-    target, resolved = model.load(-1 if stage is None else stage)
-    with show_progress(f"analysing {model.name}"), wrap_model_errors(resolved):
-        server = start(target, resolved.inputs, token=token, forward_token=forward_token, **options)
+    options |= {"token": token, "forward_token": forward_token}
+    if model.is_exported:
+        server = start(model.load_exported(), **options)
+    else:
+        target, resolved = model.load(-1 if stage is None else stage)
+        with show_progress(f"analysing {model.name}"), wrap_model_errors(resolved):
+            server = start(target, resolved.inputs, **options)
     ended = threading.Event()
     try:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -103,11 +109,7 @@ def serve(
         if metrics is not None:
             server.metrics.listen(metrics)
         gc.freeze()  # the model lives as long as the process: later collections can skip it
-        served = server.served
-        assert isinstance(served, ServedModel)
-        whole = plural(len(served.cuts), "cut")
-        what = whole if served.only is None else f"stage {served.only.index}, {served.describe_stage()}"
-        click.echo(f"{model.name} is served at {server.address}, {what}")
+        click.echo(f"{model.name} is served at {server.address}, {_describe(server.served)}")
         while not ended.wait(0.5) and not server.wait(0) and server.failure is None:
             pass
     finally:
@@ -115,6 +117,19 @@ def serve(
     if server.failure is not None:
         raise click.ClickException(f"the device failed, restart the server: {server.failure}")
     click.echo("ended")
+
+
+def _describe(served: InferenceBackend) -> str:
+    """Name the cuts that are served, or the only stage."""
+    from microtome.remote.exported_backend import ExportedBackend
+    from microtome.remote.served_model import ServedModel
+
+    if isinstance(served, ExportedBackend):
+        return f"an exported stage, {served.describe_stage()}"
+    assert isinstance(served, ServedModel)
+    if served.only is None:
+        return plural(len(served.cuts), "cut")
+    return f"stage {served.only.index}, {served.describe_stage()}"
 
 
 def _keep_freed_memory() -> None:

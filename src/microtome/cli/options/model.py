@@ -21,6 +21,7 @@ from microtome.units import size
 if TYPE_CHECKING:
     from torch import nn
 
+    from microtome.split.graph.exported_stage import ExportedStage
     from microtome.split.stage import Stage
     from microtome.zoo import Resolved
 
@@ -125,6 +126,21 @@ class ModelOptions:
             stage = load_stage(make, self.stages, index, device=self.device)
             inputs = built[-1].inputs
             return stage, replace(built[-1], inputs=inputs if self.device is None else inputs.to(self.device))
+
+    @property
+    def is_exported(self) -> bool:
+        """Whether MODEL is the file of an exported stage."""
+        return self.name.endswith((".onnx", ".pte", ".pt2"))
+
+    def load_exported(self) -> ExportedStage:
+        """Load an exported stage, which needs neither the model nor its inputs."""
+        options = {"--input": self.inputs, "--arg": self.args, "--weights": self.weights, "--stages": self.stages}
+        if unused := [name for name, value in {**options, "--device": self.device}.items() if value]:
+            raise click.UsageError(f"{self.name} is an exported stage: expected no {', '.join(unused)}")
+        import_torch()
+        from microtome.split.graph.exported_stage import load_exported
+
+        return load_exported(self.name)
 
     def find_class(self) -> type | None:
         """Return the class of the model without building it; None if only building it tells."""
