@@ -103,9 +103,9 @@ def make_resnet(rows: int, side: int, micro_batches: int) -> Workload:
 
 
 def loss_of(output: Any, target: Tensor) -> Tensor:
-    """The cross entropy of the first tensor of an output."""
+    """The cross entropy of the first tensor of an output, on the device of the target."""
     first = output if isinstance(output, Tensor) else next(iter(output.values()))
-    return nn.functional.cross_entropy(first.flatten(0, -2).float(), target.flatten().to(first.device))
+    return nn.functional.cross_entropy(first.to(target.device).flatten(0, -2).float(), target.flatten())
 
 
 class _OnDevice(nn.Module):
@@ -132,14 +132,14 @@ class Contestant:
             part = _OnDevice(part, device)
         stage = PipelineStage(part, rank, PROCESSES, edge, **shapes)
         self._schedule = Schedule1F1B(stage, work.micro_batches, loss_fn=loss_of)
-        self._edge, self._device = edge, device
+        self.edge, self._device = edge, device
 
     def step(self) -> float:
         """Run a step and return its seconds."""
         for parameter in self._parameters:
             parameter.grad = None
-        target = self._work.target.to(self._edge)
-        inputs = self._work.inputs.to(self._edge)
+        target = self._work.target.to(self.edge)
+        inputs = self._work.inputs.to(self.edge)
         _synchronize(self._device)
         dist.barrier()
         start = time.perf_counter()
@@ -166,7 +166,7 @@ def run_step(rank: int, make: Callable[[], Workload], device: torch.device, roun
         "stages": Contestant(work, rank, module, device, **module.shapes()),
         "by_hand": Contestant(work, rank, work.parts[rank], device, **_shapes_of_parts(work, micro_batch, rank)),
     }
-    expected = _whole_gradients(work, device)
+    expected = _whole_gradients(work, device, contestants["stages"].edge)
     contestants["stages"].step()
     found = {name: weight.grad for name, weight in module.named_parameters() if weight.grad is not None}
     result = _compare(found, expected)
@@ -190,10 +190,10 @@ def _shapes_of_parts(work: Workload, micro_batch: Tensor, rank: int) -> dict[str
     return {"input_args": (takes,), "output_args": (returns,)}
 
 
-def _whole_gradients(work: Workload, device: torch.device) -> dict[str, Tensor]:
-    """The gradients of the whole model over the micro-batches of a step."""
+def _whole_gradients(work: Workload, device: torch.device, edge: torch.device) -> dict[str, Tensor]:
+    """The gradients of the whole model over the micro-batches of a step, with the loss on the device of the stages'."""
     work.model.zero_grad()
-    batches = (one.to(device).chunk(work.micro_batches) for one in (work.inputs, work.target))
+    batches = (one.chunk(work.micro_batches) for one in (work.inputs.to(device), work.target.to(edge)))
     for inputs, target in zip(*batches, strict=True):
         loss_of(work.example(inputs).run(work.model), target).backward()
     named = ((name, weight.grad) for name, weight in work.model.named_parameters())
