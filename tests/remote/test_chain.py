@@ -470,7 +470,7 @@ def test_mistakes_are_explained_before_anything_is_computed(
             connected(model, x, *servers, at=["auto", "layer2"])
     for several in ([a, b], (a, b)):
         with pytest.raises(BadQuery, match=r"expected one address as server=, got .*: pass several as servers=\[…\]"):
-            mt.connect(model, x, server=several, at=CUTS)  # type: ignore[arg-type]
+            mt.connect(model, x, server=several, at=CUTS)  # type: ignore[call-overload]
     with pytest.raises(NoMatch, match="layer9"):
         connected(model, x, a, b, at=["stem", "layer9"])
     with pytest.raises(BadQuery, match="expected server= for one server, or servers= for several, got both"):

@@ -39,6 +39,8 @@ CODE_DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 #: The maximum length of a header in safetensors.
 _MAX_HEADER_BYTES = 100_000_000
 
+#: The key of the text beside the tensors in a header.
+_METADATA = "__metadata__"
 #: Memory of so many bytes is mapped anew by malloc; less may have been used before.
 _HUGE_BYTES = 1 << 25
 
@@ -56,11 +58,20 @@ class TensorRange(NamedTuple):
     shape: tuple[int, ...]
 
 
-def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write contiguous CPU tensors, and return the xxh3_128 of the file."""
+def write_tensors(
+    file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None, *, sync: bool = False
+) -> str:
+    """Write contiguous CPU tensors, and return the xxh3_128 of the file.
+
+    Args:
+        metadata: Text beside the tensors.
+        sync: Make the file survive a power failure.
+    """
     header, ordered, _ = layout_tensors(tensors, 0)
+    if metadata:
+        header[_METADATA] = dict(metadata)
     buffers: list[bytes | memoryview] = [encode_header(header, 0), *map(memory_of, ordered)]
-    write_atomically(file, lambda descriptor: write_buffers(descriptor, buffers))
+    write_atomically(file, lambda descriptor: write_buffers(descriptor, buffers), sync=sync)
     digest = xxhash.xxh3_128()
     for buffer in buffers:
         digest.update(buffer)
@@ -140,8 +151,24 @@ def read_tensors(file: File, device: torch.device | str = "cpu") -> tuple[dict[s
         return tensors, digest.hexdigest()
 
 
+def read_metadata(file: File) -> dict[str, str]:
+    """Read the text beside the tensors of a file."""
+    with open_regular(file) as stream:
+        metadata = _parse_header(stream, file)[1].get(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError(f"expected texts as the metadata of {os.fspath(file)!r}, got {metadata!r:.80}")
+    return metadata
+
+
 def read_header(stream: BinaryIO, file: File) -> tuple[bytes, dict[str, TensorRange]]:
     """Read everything before the values; return it with the range of each tensor, all within the file."""
+    start, header = _parse_header(stream, file)
+    header.pop(_METADATA, None)
+    total = _size(stream)
+    return start, {key: _parse_range(key, fields, len(start), total) for key, fields in header.items()}
+
+
+def _parse_header(stream: BinaryIO, file: File) -> tuple[bytes, dict[str, Any]]:
     total = _size(stream)
     start = _read(stream, 0, 8)
     length = int.from_bytes(start, "little")
@@ -151,8 +178,7 @@ def read_header(stream: BinaryIO, file: File) -> tuple[bytes, dict[str, TensorRa
     header = parse_json(text, f"the header of {os.fspath(file)!r}")
     if not isinstance(header, dict):
         raise ValueError(f"expected a dict as its header, got {type(header).__name__}")
-    header.pop("__metadata__", None)
-    return start + text, {key: _parse_range(key, fields, 8 + length, total) for key, fields in header.items()}
+    return start + text, header
 
 
 def read_values(stream: BinaryIO, key: str, entry: TensorRange) -> Tensor:

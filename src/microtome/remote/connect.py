@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, overload
 
 from torch import nn
 
@@ -22,6 +23,9 @@ from microtome.remote.request import RequestOptions, Route
 from microtome.remote.security import Security
 from microtome.remote.server_pool import Check, ServerPool
 from microtome.remote.stage_ref import StageRef, describe_stage
+from microtome.remote.training.client import RemoteTraining
+from microtome.remote.training.connect import TrainingConnection, connect_training
+from microtome.remote.training.side import MakesOptimizer
 from microtome.results.metrics import advise
 from microtome.results.plan import Plan
 from microtome.split.boundary.codecs import parse_codec
@@ -33,6 +37,53 @@ _CHECK_S = 2.0
 
 #: One server, or several of which any may answer.
 Servers = str | Sequence[str]
+
+
+@overload
+def connect(
+    model: nn.Module | Stage | Sequence[Stage],
+    inputs: Any,
+    server: str | None = None,
+    at: Any = "auto",
+    *,
+    servers: Sequence[Servers] | None = None,
+    deadline: float | str | None = None,
+    codec: str = "auto",
+    fallback: str | None = "local",
+    tls: bool = False,
+    ca: str | None = None,
+    cert: str | None = None,
+    key: str | None = None,
+    token: str | None = None,
+    server_name: str | None = None,
+    any_torch: bool = False,
+    max_reply: int | str | None = None,
+    timeout: float = 10.0,
+    train: Literal[False] = False,
+) -> Remote: ...
+
+
+@overload
+def connect(
+    model: nn.Module,
+    inputs: Any,
+    server: str,
+    at: Any,
+    *,
+    codec: str = "auto",
+    tls: bool = False,
+    ca: str | None = None,
+    cert: str | None = None,
+    key: str | None = None,
+    token: str | None = None,
+    server_name: str | None = None,
+    any_torch: bool = False,
+    max_reply: int | str | None = None,
+    timeout: float = 10.0,
+    train: Literal[True],
+    optimizer: MakesOptimizer | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+) -> RemoteTraining: ...
 
 
 def connect(
@@ -54,7 +105,10 @@ def connect(
     any_torch: bool = False,
     max_reply: int | str | None = None,
     timeout: float = 10.0,
-) -> Remote:
+    train: bool = False,
+    optimizer: MakesOptimizer | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+) -> Remote | RemoteTraining:
     """Run a model partly here and partly on a server, or on several.
 
     Args:
@@ -83,7 +137,12 @@ def connect(
         any_torch: Allow another version of torch on the server, whose results may differ in the last bits.
         max_reply: The most bytes of a reply, such as `"256MB"`, if the size of an output depends on values. None: twice
             the size that the example and the inputs suggest, and at least 32 MiB.
-        timeout: Seconds to wait for the server when connecting.
+        timeout: Seconds to wait for the server when connecting; with `train=True`, also while it is down later.
+        train: Train the head here, and the tail on a server with `optimizer=`; the result is a `RemoteTraining`. There
+            is one server, and one cut at a layer. `codec` is lossless; `deadline` and `fallback` are unused.
+        optimizer: Of the head: an optimizer, or a function that makes it from a list of parameters. None: you step it.
+        checkpoint: The folder where the head and its optimizer are saved when the server saves its side, or after every
+            step if it does not. With checkpoints there, training goes on from the last step that both sides have.
 
     >>> import microtome as mt
     >>> from microtome import zoo
@@ -100,15 +159,23 @@ def connect(
     ...         remote(x).equal(model(x))
     True
     """
+    if not train and (optimizer, checkpoint) != (None, None):
+        raise BadQuery("expected train=True with optimizer= or checkpoint=")
     if fallback not in ("local", None):
         raise BadQuery(f"expected fallback='local' or None, got {fallback!r}")
     deadline_s = parse_seconds(deadline) if isinstance(deadline, str) else deadline
     if deadline_s is not None and not (isinstance(deadline_s, int | float) and deadline_s > 0):
         raise BadQuery(f"expected a deadline of more than 0 seconds, got {deadline!r}")
     stages = _check_servers(inputs, server, servers)
+    security = Security(tls, ca, cert, key, token, server_name)
+    max_bytes = None if max_reply is None else parse_size(max_reply)
+    if train:
+        if len(stages) != 1 or len(stages[0]) != 1 or deadline_s is not None:
+            raise BadQuery("expected one server and no deadline with train=True")
+        training = TrainingConnection(optimizer, checkpoint, codec, any_torch, max_bytes, timeout)
+        return connect_training(model, inputs, stages[0][0], at, security, training)
     cuts, stages = _resolve_plan(at, stages)
     _check_auto(cuts, len(stages) if isinstance(model, nn.Module) else 1)
-    security = Security(tls, ca, cert, key, token, server_name)
     chain = _open_chain(stages, security)
     try:
         local = LocalModel(model, inputs)
@@ -119,7 +186,6 @@ def connect(
         routes = route.routes if isinstance(route, Autotuner) else (route,)
         for hop, pool in enumerate(chain.pools):
             pool.watch(_check_again(check, routes, hop, codec))
-        max_bytes = None if max_reply is None else parse_size(max_reply)
         options = RequestOptions(deadline_s, fallback == "local", max_bytes)
         remote = Remote(local, chain, route, options)
         remote.warm_up(remote.route)

@@ -23,6 +23,7 @@ class ExportedBackend:
 
     any_stage = False
     device: torch.device | None = None
+    training = None
     device_name = "cpu"
 
     def __init__(self, stage: ExportedStage) -> None:

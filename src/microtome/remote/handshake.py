@@ -31,6 +31,7 @@ def handshake(
     timeout: float,
     *,
     any_torch: bool,
+    trains: bool = False,
     accept: Callable[[Any], None] | None = None,
 ) -> Any:
     """Call `Hello`, and return the reply if the server has the same model, protocol and torch.
@@ -38,6 +39,7 @@ def handshake(
     The connection keeps the reply, too.
 
     Args:
+        trains: Whether the server must be one that trains.
         accept: Raises RemoteError if the reply is not acceptable for another reason.
     """
     request = protocol.HelloRequest(
@@ -58,6 +60,10 @@ def handshake(
             "last bits. Install the same version, or allow it with any_torch=True",
             "REFUSED",
         )
+    if reply.trains is not trains:
+        advice = "start it with optimizer=" if trains else "connect with train=True"
+        does = "does not train the model" if trains else "trains the model, and answers no other requests"
+        raise RemoteError(f"{connection.address} {does}: {advice}", "REFUSED")
     if accept is not None:
         accept(reply)
     connection.max_part = reply.max_part or None

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from microtome.errors import NoMatch, RemoteError
+from microtome.devices.base import backend_of
+from microtome.errors import NoMatch, RemoteError, describe_error
 from microtome.remote.error_kinds import WrongModel
 from microtome.remote.handshake import ModelIdentity
 from microtome.remote.stage_ref import StageRef
 from microtome.split.stage import Stage
+
+if TYPE_CHECKING:
+    from microtome.remote.training.server_run import TrainingRun
 
 
 class EncodedOutput(NamedTuple):
@@ -48,10 +52,14 @@ class InferenceBackend(Protocol):
         ends_at: The cut where the stages end; None: at the output.
         any_stage: Whether it runs the model between any two of its cuts.
         device: The device of this process that computes; None: there is none. `device_name` is that of requests.
+        training: The training run of a server that trains, and answers no other requests; None: it does not.
     """
 
     fingerprint: str
     cuts: tuple[str, ...]
+
+    @property
+    def training(self) -> TrainingRun | None: ...
 
     @property
     def name(self) -> str: ...
@@ -108,6 +116,19 @@ class InferenceBackend(Protocol):
 
     def tail_for(self, split: bytes, limit: int) -> Stage:
         """Return the last stage for the steps of a session."""
+
+
+def find_failure(device: torch.device | None) -> str | None:
+    """Return the error that makes a device unusable; None if it works.
+
+    A failed kernel, as on an index that is out of range, can leave the process unable to use the device.
+    """
+    try:
+        if device is not None:
+            backend_of(device).synchronize(device)
+    except RuntimeError as error:
+        return describe_error(error)
+    return None
 
 
 def check_origin(model: ModelIdentity, at: str, fingerprint: str, cuts: Collection[str]) -> None:

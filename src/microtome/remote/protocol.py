@@ -31,6 +31,7 @@ MESSAGES: dict[str, Any] = {
 HelloRequest, HelloReply = MESSAGES["HelloRequest"], MESSAGES["HelloReply"]
 Request, Reply, Step = MESSAGES["Request"], MESSAGES["Reply"], MESSAGES["Step"]
 Error, Timing = MESSAGES["Error"], MESSAGES["Timing"]
+TrainAction, TrainReply = MESSAGES["TrainAction"], MESSAGES["TrainReply"]
 StageRef, Hop = MESSAGES["StageRef"], MESSAGES["Hop"]
 Tensors, InputShape = MESSAGES["Tensors"], MESSAGES["InputShape"]
 Tensor, Part = MESSAGES["Tensor"], MESSAGES["Part"]

@@ -12,14 +12,13 @@ import torch
 from torch import nn
 from xxhash import xxh3_128_digest
 
-from microtome.devices.base import backend_of
 from microtome.engine.meta_run import SUBSTITUTION_LOCK
 from microtome.engine.pytree import named_tensors
 from microtome.errors import BadBoundary, BadQuery, MicrotomeError, NoMatch, Unsupported, describe_error
 from microtome.inputs import Inputs, no_inputs_error
 from microtome.profile import profile
 from microtome.remote.batching import Batcher, ExampleBoundaries, build_batcher, make_examples
-from microtome.remote.inference_backend import check_origin
+from microtome.remote.inference_backend import check_origin, find_failure
 from microtome.remote.payloads import INPUTS, pack_inputs, pack_output, unpack_inputs
 from microtome.remote.stage_ref import StageRef, describe_stage
 from microtome.remote.step_codec import parse_split
@@ -45,6 +44,8 @@ class ServedModel:
         cuts: The addresses of the cuts where its stages may begin.
         only: The only stage that is here; None: the whole model is.
     """
+
+    training = None
 
     def __init__(self, model: nn.Module | Stage, inputs: Any = None, examples: ExampleBoundaries | None = None) -> None:
         """Take a model with example inputs, or a stage.
@@ -96,16 +97,7 @@ class ServedModel:
         return next((parameter.device for parameter in self.model.parameters() if not parameter.is_meta), None)
 
     def device_failure(self) -> str | None:
-        """Return the error that makes the device unusable; None if it works.
-
-        A failed kernel, as on an index that is out of range, can leave the process unable to use the device.
-        """
-        try:
-            if self.device is not None:
-                backend_of(self.device).synchronize(self.device)
-        except RuntimeError as error:
-            return describe_error(error)
-        return None
+        return find_failure(self.device)
 
     def profile(self) -> str:
         """Profile the model on this device, as JSON."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Self
 
 import grpc
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from microtome.endpoints import explain_endpoint
 from microtome.errors import BadFile, BadQuery
@@ -27,6 +29,8 @@ from microtome.remote.served_model import ServedModel
 from microtome.remote.service import Service
 from microtome.remote.session_store import SessionLimits
 from microtome.remote.tls_files import UNUSABLE_KEY
+from microtome.remote.training.backend import TrainingBackend
+from microtome.remote.training.server_run import TrainingOptions
 from microtome.remote.watchdog import Watchdog
 from microtome.remote.worker import Limits
 from microtome.split.graph.exported_stage import ExportedStage
@@ -215,6 +219,11 @@ def serve(
     forward: str | Sequence[str] = (),
     forward_token: str | None = None,
     forward_ca: str | None = None,
+    optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
+    loss: Callable[..., Tensor] | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint_every: int = 1,
+    train_memory: int | str = "4GB",
 ) -> Server:
     """Serve every cut of a model, or one stage of it, until the server is stopped.
 
@@ -239,6 +248,14 @@ def serve(
             not travel through the client.
         forward_token: The token that those servers require; `forward_ca`: PEM file of the authority that signed
             their certificates, to encrypt the connections.
+        optimizer: Train the tail for one client at a time, which connects with `train=True`, and answer no other
+            requests: a function that makes the optimizer from the parameters of the tail, such as
+            `lambda parameters: torch.optim.Adam(parameters, lr=1e-3)`.
+        loss: Computes the loss from the output of the model and what clients pass as labels, so that outputs do not
+            leave the server.
+        checkpoint: The folder where the weights of the tail and the state of the optimizer are saved after every
+            `checkpoint_every` steps. A server that is started again continues from there.
+        train_memory: The most bytes that are kept for backwards, such as `"8GB"`.
 
     >>> from microtome import zoo
     >>> model, x = zoo.build("tiny-resnet")
@@ -253,13 +270,35 @@ def serve(
             raise BadQuery(f"expected a {name} of 1 or more requests, got {number!r}")
     if not isinstance(sessions, int) or sessions < 0:
         raise BadQuery(f"expected a number of sessions of 0 or more, got {sessions!r}")
+    if optimizer is None and (loss, checkpoint) != (None, None):
+        raise BadQuery("expected optimizer= of a server that trains, got loss= or checkpoint= without it")
+    if not isinstance(checkpoint_every, int) or checkpoint_every < 1:
+        raise BadQuery(f"expected checkpoint_every of 1 or more steps, got {checkpoint_every!r}")
     security = ServerSecurity(tls_cert, tls_key, client_ca, token)
     credentials = security.credentials()  # checks the files, before the model is analyzed, which takes longer
     forwards = ForwardOptions.parse(forward, forward_token, forward_ca)
-    served: InferenceBackend = (
-        ExportedBackend(model) if isinstance(model, ExportedStage) else ServedModel(model, inputs)
-    )
+    idle_s = parse_seconds(session_timeout)
+    served: InferenceBackend
+    if optimizer is not None:
+        options = TrainingOptions(optimizer, loss, checkpoint, checkpoint_every, parse_size(train_memory), idle_s)
+        served = _make_training(model, inputs, options)
+        concurrency = batch = 1
+    elif isinstance(model, ExportedStage):
+        served = ExportedBackend(model)
+    else:
+        served = ServedModel(model, inputs)
     max_bytes = parse_max_message(max_message)
-    session_limits = SessionLimits(sessions, parse_size(state_memory), parse_seconds(session_timeout))
+    session_limits = SessionLimits(sessions, parse_size(state_memory), idle_s)
     limits = Limits(max_bytes, concurrency, batch, parse_seconds(batch_window), session_limits)
     return Server(served, listen, security, credentials, limits, forwards).start()
+
+
+def _make_training(model: Any, inputs: Any, options: TrainingOptions) -> TrainingBackend:
+    if not isinstance(model, nn.Module):
+        raise BadQuery(f"expected the whole model of a server that trains, got {model!r:.200}")
+    if not callable(options.optimizer):
+        raise BadQuery(
+            "expected a function that makes an optimizer from the parameters of the tail, which depend on the cut, got "
+            f"{type(options.optimizer).__name__}: such as lambda parameters: torch.optim.Adam(parameters, lr=1e-3)"
+        )
+    return TrainingBackend(model, inputs, options)

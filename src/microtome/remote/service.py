@@ -29,6 +29,7 @@ from microtome.remote.logs import MAX_ID_CHARS
 from microtome.remote.peers import Peers
 from microtome.remote.prometheus import Metrics
 from microtome.remote.session_store import SessionStore
+from microtome.remote.training.server_run import TrainingRun
 from microtome.remote.worker import Limits, QueuedRequest, WorkerPool
 from microtome.split.boundary.codecs import CODECS
 from microtome.units import size
@@ -84,6 +85,10 @@ class Service:
         self.draining = asyncio.Event()
         self.failure: str | None = None
 
+    @property
+    def training(self) -> TrainingRun | None:
+        return self._served.training
+
     def handlers(self) -> Any:
         methods = {
             name: grpc.stream_stream_rpc_method_handler(partial(self._handle, name)) for name in protocol.METHODS
@@ -118,6 +123,7 @@ class Service:
             any_stage=self._served.any_stage,
             ends_at=self._served.ends_at or "",
             forwards=self._forwarder.addresses,
+            trains=self.training is not None,
         )
         await call.write(reply.SerializeToString())
 
@@ -206,6 +212,8 @@ class Service:
             answers.clear()
             del reading, drained, task  # break the cycle of an exception and its frames
             self.sessions.end_all(call)
+            if self.training is not None:  # it may be computing
+                self._loop.run_in_executor(None, self.training.detach, call)
             self._metrics.streams.dec()
 
     # -- one request ---------------------------------------------------------------------------------------------------
@@ -213,7 +221,7 @@ class Service:
     async def _receive(self, call: OpenCall, data: bytes) -> QueuedRequest:
         """Return a complete request, its bytes reserved among the queued ones; read its other parts if it has any."""
         header, payload = await self._parse_request(call, data)
-        if header.HasField("step") and not call.is_stream:
+        if (header.HasField("step") or header.HasField("train")) and not call.is_stream:
             await self._reject(call, "expected a single pass, got a step of a session: send it on a Stream")
         if not header.size or not call.is_stream:
             return await self._enqueue(call, QueuedRequest(header, payload, call))

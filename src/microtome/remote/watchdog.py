@@ -63,6 +63,8 @@ class Watchdog:
         """End the calls that are over a limit at a time of `monotonic`."""
         service = self._service
         service.sessions.expire()
+        if service.training is not None:
+            service.training.expire()
         for calls in (service.calls, self._health.checks, self._health.watches):
             for call in calls:
                 self._check_call(calls, call, now)

@@ -26,6 +26,7 @@ from microtome.remote.payloads import pack_output
 from microtome.remote.prometheus import Metrics
 from microtome.remote.session_store import ServedSession, SessionLimits, SessionStore
 from microtome.remote.stage_ref import StageRef
+from microtome.remote.training.backend import TrainingBackend
 from microtome.split.boundary.boundary import Boundary
 from microtome.split.boundary.codecs import parse_codec
 from microtome.units import size
@@ -81,6 +82,7 @@ class QueuedRequest:
         data: The encoded boundary, until it is decoded; `boundary`: the decoded one, until it is computed.
         has_tensors: Whether it and its reply have messages `Tensors` in place of boundaries.
         step: The step of a session that it is; None: a single pass.
+        train: The action of a training run that it is; None: inference.
         stage: The stage that it runs, once that is known; `forward`: the servers of the next stages, in order.
         owner: The stream on which it arrived.
         reply: The message with the output or an error.
@@ -92,6 +94,7 @@ class QueuedRequest:
     def __init__(self, header: Any, data: memoryview, owner: object = None) -> None:
         self.id: str = header.id
         self.step: Any = header.step if header.HasField("step") else None
+        self.train: Any = header.train if header.HasField("train") else None
         self._stage: Any = header.stage if header.HasField("stage") else None
         self.stage = StageRef.tail("")
         self.next_hops: list[tuple[str, ...]] = [tuple(hop.servers) for hop in header.forward]
@@ -212,8 +215,8 @@ class WorkerPool:
         """Decode requests, and compute those with the same batch key together."""
         groups: dict[Any, list[QueuedRequest]] = {}
         for request in requests:
-            if request.step is not None:
-                self._compute_step(request)
+            if request.step is not None or request.train is not None:
+                (self._compute_step if request.train is None else self._train)(request)
                 continue
             try:
                 if request.next_hops:
@@ -296,6 +299,26 @@ class WorkerPool:
         changes = session.sent.compress("state", result.changes)
         reply = protocol.Reply(id=request.id, timing=protocol.Timing(**request.timing, batch=1), state=changes)
         return protocol.with_payload(reply, output)
+
+    def _train(self, request: QueuedRequest) -> None:
+        """Run an action of a training run."""
+        try:
+            self._check(request)
+            if not isinstance(self._served, TrainingBackend):
+                raise BadQuery("the server does not train: start it with optimizer=")
+            start = perf_counter()
+            assert request.data is not None
+            request.at = self._served.training.at
+            output, trained = self._served.run_action(
+                request.owner, request.train, request.data, request.codec, self._limits.total_bytes
+            )
+            request.timing["run_s"] = perf_counter() - start
+            timing = protocol.Timing(**request.timing, batch=1)
+            reply = protocol.with_payload(protocol.Reply(id=request.id, timing=timing, train=trained), output)
+        except BaseException as error:  # noqa: BLE001  whatever the model raises, the client is told
+            self._fail(request, error)
+        else:
+            self._resolve(request, reply, 1)
 
     def _compute(self, group: list[QueuedRequest]) -> None:
         start = perf_counter()

@@ -72,6 +72,7 @@ class ReplicaBackend:
 
     any_stage = False
     device: torch.device | None = None
+    training = None
 
     def __init__(self, model: DeployedModel, chain: StageChain) -> None:
         self._model = model

@@ -70,6 +70,18 @@ def gradients_of(boundary: Boundary) -> Boundary:
 
 def run_backward(boundary: Boundary, gradients: Boundary) -> None:
     """See `Boundary.backward`."""
+    found = match_gradients(boundary, gradients)
+    if found:
+        tensors = [boundary.tensors[name] for name in found]
+        torch.autograd.backward(tensors, list(found.values()))
+
+
+def match_gradients(boundary: Boundary, gradients: Boundary) -> dict[str, Tensor]:
+    """Return the gradients of a boundary's tensors, by name, on their devices.
+
+    Raises:
+        BadBoundary: They are not gradients of these tensors.
+    """
     if gradients.record is not None or gradients.facts != FACTS:
         raise BadBoundary(f"expected the gradients of a boundary, from Boundary.gradients(), got {gradients!r}")
     if (gradients.at, gradients.fingerprint) != (boundary.at, boundary.fingerprint):
@@ -77,7 +89,7 @@ def run_backward(boundary: Boundary, gradients: Boundary) -> None:
             f"expected gradients of the boundary at {boundary.at!r} of {boundary.fingerprint}, got those at "
             f"{gradients.at!r} of {gradients.fingerprint}"
         )
-    tensors, grads = [], []
+    found: dict[str, Tensor] = {}
     for name, grad in gradients.tensors.items():
         tensor = boundary.tensors.get(name)
         if tensor is None or not tensor.requires_grad:
@@ -90,10 +102,8 @@ def run_backward(boundary: Boundary, gradients: Boundary) -> None:
                 f"expected a gradient of {name!r} with {tensor.dtype} and shape {tuple(tensor.shape)}, got "
                 f"{grad.dtype} and {tuple(grad.shape)}"
             )
-        tensors.append(tensor)
-        grads.append(grad.to(tensor.device))
-    if tensors:
-        torch.autograd.backward(tensors, grads)
+        found[name] = grad.to(tensor.device)
+    return found
 
 
 def restride(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
