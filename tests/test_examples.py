@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -141,3 +142,34 @@ def test_a_pipeline_of_two_and_of_three_processes_has_the_same_losses() -> None:
     assert len(losses) == 6
     assert losses[-1] < losses[0] - 0.5
     assert train_pipeline(3) == lines
+
+
+def run_split_learning(side: str, *options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(EXAMPLES / "training" / "split_learning.py"), side, "--token=secret", *options]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+def test_split_learning_in_two_processes_goes_on_after_both_ended(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"--address=127.0.0.1:{free.getsockname()[1]}"
+    lines: list[str] = []
+    for labels_at, steps in (("client", 3), ("server", 6)):
+        options = address, f"--labels-at={labels_at}"
+        server = run_split_learning("server", *options, f"--checkpoint={tmp_path / 'there'}")
+        try:
+            assert server.stdout is not None
+            assert "training at" in server.stdout.readline()
+            client = run_split_learning("client", *options, f"--steps={steps}", f"--checkpoint={tmp_path / 'here'}")
+            printed, errors = client.communicate(timeout=300)
+        finally:
+            server.kill()
+            server.communicate()
+        assert not errors
+        lines += printed.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        "from step 0", "step 1", "step 2", "step 3", "from step 3", "step 4", "step 5", "step 6",
+    ]  # fmt: skip
+    losses = [float(line.rpartition(" ")[2]) for line in lines if "loss" in line]
+    assert losses[-1] < losses[0] - 0.5
