@@ -12,6 +12,8 @@ from torch import Tensor
 
 from microtome.engine.torch_internals import fake_tensor_types
 
+#: A symbol in an expression.
+SYMBOL = re.compile(r"\b[a-z]+\d+\b")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
@@ -135,6 +137,15 @@ class ShapeCheck:
         """The sizes as text, such as `s0`."""
         return [list(map(self._spell, shape)) for shape in self.shapes]
 
+    def fixed_dims(self) -> dict[str, str]:
+        """The dimensions that have one size for all inputs of the model."""
+        return {
+            f"{name}[{dim}]": f"{size} for all inputs of the model"
+            for name, shape in zip(self.names, self.shapes, strict=True)
+            for dim, size in enumerate(shape)
+            if isinstance(size, int)
+        }
+
     def describe(self) -> str:
         """The shapes as text, such as `x[s0, 3, s1, s1]`."""
         return _format_all(self.names, self.spelled)
@@ -153,7 +164,7 @@ class ShapeCheck:
 
     def _spell(self, expression: Any) -> str:
         names = {str(symbol): name for symbol, name in self._names.items()}
-        return re.sub(r"\b[a-z]+\d+\b", lambda match: names.get(match[0], match[0]), str(expression))
+        return SYMBOL.sub(lambda match: names.get(match[0], match[0]), str(expression))
 
 
 def _evaluate(size: Any, values: Mapping[Any, int], default: int) -> int:

@@ -31,6 +31,7 @@ from microtome.split.graph.exported_stage import (
     StageMetadata,
     structure_digest,
 )
+from microtome.split.graph.onnx_names import name_sizes, name_values
 from microtome.split.graph.runtimes import METADATA, import_runtime, run_executorch, run_onnx
 from microtome.split.graph.stage_graph import StageGraph, capture_stage, example_of
 from microtome.split.stage import Stage
@@ -154,12 +155,13 @@ def _write_onnx(graph: StageGraph, tensors: Sequence[Tensor], metadata: str) -> 
     program = torch.onnx.export(
         _to_program(graph, tensors),
         input_names=list(graph.inputs),
-        output_names=list(graph.outputs),
         opset_version=OPSET,
         dynamo=True,
         verbose=False,
     )
     assert program is not None
+    name_values(program.model, graph)
+    name_sizes(program.model, graph)
     program.model.metadata_props[METADATA] = metadata
     data = program.model_proto.SerializeToString()
     return data, run_onnx(data)

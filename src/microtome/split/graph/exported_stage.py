@@ -60,7 +60,7 @@ class StageMetadata(NamedTuple):
         inputs: The tensors that the program takes, by name, in order.
         outputs: The names of those that it returns, in order.
         output: Of the last stage; None: numbers in the output depend on shapes.
-        static: Why sizes are fixed, by dimension.
+        static: Why sizes are fixed, by dimension of `inputs` or of the model's arguments.
         opset: Of an ONNX model.
     """
 

@@ -37,7 +37,7 @@ class StageGraph(NamedTuple):
         dtypes: The dtypes that it accepts.
         plain: The numbers and strings of the model's output; None: some depend on shapes.
         order: The positions among the outputs of the last stage, of each tensor in the model's output.
-        static: Why sizes of the example are fixed, by dimension, such as `x[0]`.
+        static: Why sizes are fixed, by dimension of a tensor of `inputs` or of an argument of the model, such as `x[0]`.
     """
 
     module: fx.GraphModule
@@ -79,7 +79,7 @@ def capture_stage(stage: Stage, *, dynamic: bool = True) -> StageGraph:
         errors.append(found)
     captured = _capture(stage, own, _Attempt(0, {}))
     reason = str(errors[-1]) if errors else "dynamic=False"
-    captured.static.update(dict.fromkeys(_dims(stage, own), reason))
+    captured.static.update(dict.fromkeys([*captured.static, *_dims(stage, own)], reason))
     return captured
 
 
@@ -178,6 +178,8 @@ def _capture(stage: Stage, example: Inputs, attempt: _Attempt) -> StageGraph:
         fixed |= {f"{name}[{dim}]": reason for dim, reason in shapes.fixed_dims(tensor).items()}
     sizes = [[shapes.size(size) for size in node.meta["val"].shape] for node in inputs]
     check = ShapeCheck(names, sizes, shapes.conditions())
+    if stage.begins_at is not None:
+        fixed = check.fixed_dims() | fixed
     module.meta |= {"inputs": tuple(names), "outputs": tuple(ends_names), "shapes": check.describe(), "static": fixed}
     dtypes = tuple(node.meta["val"].dtype for node in inputs)
     return StageGraph(module, tuple(names), tuple(ends_names), check, dtypes, groups["plain"], groups["order"], fixed)
