@@ -458,6 +458,25 @@ def test_a_token_and_the_same_model_are_required() -> None:
             train_step(remote)
 
 
+@pytest.mark.parametrize("module", ["", "1.1"], ids=["the model", "a batch norm"])
+def test_the_same_modules_are_in_training_mode_on_both_sides(module: str) -> None:
+    other = blocks()
+    other.get_submodule(module).eval()
+    with serving(other) as server:
+        with pytest.raises(RemoteError, match=r"expected the same modules in training mode on both sides, got 17 here an"):
+            connect(blocks(), server.address, at="1")
+        with connect(other, server.address, at="1") as remote:
+            remote(X)
+    moved = blocks()
+    for path in ("1.1", "1.2"):
+        moved.get_submodule(path).eval()
+    swapped = blocks()
+    for path in ("1.1", "1.3"):
+        swapped.get_submodule(path).eval()
+    with serving(moved) as server, pytest.raises(RemoteError, match="got 15 here and others, 15 at 127"):
+        connect(swapped, server.address, at="1")
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 

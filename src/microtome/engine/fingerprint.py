@@ -65,6 +65,16 @@ def layout_fingerprint(model: nn.Module) -> str:
     return f"{crc32(' '.join(modules + shapes).encode()):08x}"
 
 
+def modes_fingerprint(model: nn.Module) -> str:
+    """The number of modules in training mode and, after a hyphen, a digest of their paths.
+
+    >>> modes_fingerprint(nn.ReLU().eval()).partition("-")[0]
+    '0'
+    """
+    training = [path for path, module in named_modules(model) if module.training]
+    return f"{len(training)}-{xxhash.xxh3_64_hexdigest(';'.join(training).encode())}"
+
+
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The parameters and buffers of a model."""
     yield from model.named_parameters()

@@ -31,7 +31,7 @@ def handshake(
     timeout: float,
     *,
     any_torch: bool,
-    trains: bool = False,
+    modes: str | None = None,
     accept: Callable[[Any], None] | None = None,
 ) -> Any:
     """Call `Hello`, and return the reply if the server has the same model, protocol and torch.
@@ -39,7 +39,7 @@ def handshake(
     The connection keeps the reply, too.
 
     Args:
-        trains: Whether the server must be one that trains.
+        modes: The `modes_fingerprint` that a server which trains must have, too; None: it must be one that does not.
         accept: Raises RemoteError if the reply is not acceptable for another reason.
     """
     request = protocol.HelloRequest(
@@ -60,15 +60,29 @@ def handshake(
             "last bits. Install the same version, or allow it with any_torch=True",
             "REFUSED",
         )
-    if reply.trains is not trains:
-        advice = "start it with optimizer=" if trains else "connect with train=True"
-        does = "does not train the model" if trains else "trains the model, and answers no other requests"
-        raise RemoteError(f"{connection.address} {does}: {advice}", "REFUSED")
+    _check_training(connection.address, reply, modes)
     if accept is not None:
         accept(reply)
     connection.max_part = reply.max_part or None
     connection.hello = reply
     return reply
+
+
+def _check_training(address: str, reply: Any, modes: str | None) -> None:
+    """Raise unless the server trains the model in these modes; None: unless it does not train it."""
+    trains = modes is not None
+    if reply.trains is not trains:
+        advice = "start it with optimizer=" if trains else "connect with train=True"
+        does = "does not train the model" if trains else "trains the model, and answers no other requests"
+        raise RemoteError(f"{address} {does}: {advice}", "REFUSED")
+    if modes is not None and reply.modes != modes:
+        here, there = (one.partition("-")[0] for one in (modes, reply.modes))
+        others = "" if here != there else " others,"
+        raise RemoteError(
+            f"expected the same modules in training mode on both sides, got {here} here and{others} {there} at "
+            f"{address}: call model.train(), or model.eval(), on both before mt.serve and mt.connect",
+            "REFUSED",
+        )
 
 
 def _describe_difference(connection: Connection, model: ModelIdentity, reply: Any) -> str:

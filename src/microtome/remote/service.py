@@ -124,6 +124,7 @@ class Service:
             ends_at=self._served.ends_at or "",
             forwards=self._forwarder.addresses,
             trains=self.training is not None,
+            modes="" if self.training is None else self.training.modes,
         )
         await call.write(reply.SerializeToString())
 

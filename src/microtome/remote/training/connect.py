@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from microtome.engine.fingerprint import modes_fingerprint
 from microtome.errors import BadQuery, RemoteError
 from microtome.files.reading import File
 from microtome.inputs import no_inputs_error
@@ -58,9 +59,10 @@ def connect_training(
     stages = splitter.at(cut)
     checkpoints = None if options.checkpoint is None else Checkpoints(options.checkpoint)
     side = TrainedStage(stages[0], options.optimizer, checkpoints)
+    modes = modes_fingerprint(splitter.model)
     connection = Connection(server, security)
     try:
-        hello = handshake(connection, identity, options.timeout_s, any_torch=options.any_torch, trains=True)
+        hello = handshake(connection, identity, options.timeout_s, any_torch=options.any_torch, modes=modes)
         if cut.at not in hello.cuts:
             raise RemoteError(f"{server} does not serve the cut at {cut.at!r}", "NO_CUT")
         codec = options.codec

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from microtome.engine.fingerprint import modes_fingerprint
 from microtome.engine.saved_tensors import saved_bytes
 from microtome.errors import BadQuery, MicrotomeError, NoMatch, RemoteError, Unsupported
 from microtome.files.reading import File
@@ -68,11 +69,13 @@ class TrainingRun:
     that the run belongs to, drop what the present step has done.
 
     Attributes:
+        modes: The `modes_fingerprint` of the model.
         at: The cut; empty: none is known yet.
     """
 
     def __init__(self, splitter: Splitter, options: TrainingOptions, clock: Callable[[], float] = monotonic) -> None:
         self.options = options
+        self.modes = modes_fingerprint(splitter.model)
         self._splitter = splitter
         self._clock = clock
         self._lock = threading.RLock()
