@@ -21,7 +21,7 @@ from microtome.split.analysis.analysis import Analysis, analyze
 from microtome.split.analysis.call_arguments import state_objects_in
 from microtome.split.analysis.structure_spec import Example, SplitSpec, TensorSpec, flatten
 from microtome.split.cuts.crossing import Crossing, ValueLocation
-from microtome.split.cuts.cuts import list_cuts
+from microtome.split.cuts.cuts import CutTable
 from microtome.split.cuts.liveness import Liveness
 from microtome.split.description import SplitDescription
 from microtome.split.execution.schedule import build_schedule
@@ -39,7 +39,6 @@ class Splitter:
     Attributes:
         example: The inputs that it was analyzed on.
         analysis: One traced run of it.
-        cuts: All cuts of the model.
         fingerprint: A digest of its structure and weights.
         state_arguments: The names of the arguments that the user says are state.
         grad: Whether what crosses keeps its gradient.
@@ -67,7 +66,12 @@ class Splitter:
                 self.analysis.input_spec = flatten((original.args, {**original.kwargs, **created}), arrays=[])[0]
             self.fingerprint = fingerprint or model_fingerprint(model, self.analysis.describe_calls())
         self._liveness = Liveness(self.analysis, joins=not grad)
-        self.cuts: Cuts = list_cuts(model, self._liveness)
+        self._table = CutTable(model, self._liveness)
+
+    @property
+    def cuts(self) -> Cuts:
+        """All cuts of the model."""
+        return self._table.cuts
 
     @property
     def state(self) -> str | None:
@@ -118,11 +122,11 @@ class Splitter:
 
     def choose(self, where: Any) -> list[Cut]:
         """The cuts that a user names, in the order in which they are run."""
-        return _choose_cuts(self.cuts, where)
+        return _choose_cuts(self._table, where)
 
     def at(self, where: Any, *, verify: bool = True, load: str | int | None = None) -> Stages:
         """See `microtome.split`."""
-        chosen = _choose_cuts(self.cuts, where)
+        chosen = _choose_cuts(self._table, where)
         stage = None if load is None else _stage_index(load, len(chosen) + 1)
         extra: list[set[ValueLocation]] = [set() for _ in chosen]
         result = VerificationResult("not verified: it was not asked for")
@@ -216,12 +220,12 @@ class Splitter:
             run: The model that the stages run, if another copy of it is analyzed.
         """
         # Older files leave out the `#0` of the first of several calls.
-        chosen = [self.cuts[address if "#" in address else f"{address}#0"] for address in description.at]
+        chosen = [self._table[address if "#" in address else f"{address}#0"] for address in description.at]
         stages = self.stages(chosen, self.import_locations(description.locations), run)
         return Variant(stages, description.first_kind, description.continues, lambda: description)
 
 
-def _choose_cuts(cuts: Cuts, at: Any) -> list[Cut]:
+def _choose_cuts(cuts: CutTable, at: Any) -> list[Cut]:
     """The cuts that a user names, in the order in which they are run."""
     planned = getattr(at, "at", at) if not isinstance(at, Cut | nn.Module) else at
     if planned is None and at is not None:
@@ -243,7 +247,7 @@ def _choose_cuts(cuts: Cuts, at: Any) -> list[Cut]:
     addresses = (name.at if isinstance(name, Cut) else str(name) for name in names)
     chosen = sorted((cuts[address] for address in addresses), key=lambda cut: cut.index)
     for cut, other in pairwise(chosen):
-        if cut is other:
+        if cut.index == other.index:
             raise BadQuery(f"the cut at {cut.at!r} is named twice")
     return chosen
 

@@ -13,7 +13,7 @@ from microtome.engine.pytree import map_tensors, tensors_in
 from microtome.errors import BadQuery, NoMatch, Unsupported
 from microtome.files.reading import File
 from microtome.inputs import Inputs
-from microtome.results.cuts import Cut
+from microtome.results.cuts import Cut, Cuts
 from microtome.split.boundary.boundary import Boundary
 from microtome.split.boundary.codecs import is_lossless
 from microtome.split.checkpoint import save_stages
@@ -63,8 +63,7 @@ class Stages(Sequence[Stage]):
     True
 
     Attributes:
-        cuts: All cuts of the model.
-        at: The addresses of those where it is cut.
+        at: The addresses of the cuts between them.
         fingerprint: A digest of the model's structure and weights.
         continues: Whether these stages also compute the next steps of a sequence.
         verified: `"bit-equal"` if the output of the stages on the example equals that of the model to the last bit;
@@ -82,7 +81,6 @@ class Stages(Sequence[Stage]):
         self._splitter = splitter
         self._chosen = chosen
         self._extra = extra
-        self.cuts = splitter.cuts
         self.at = tuple(cut.at for cut in chosen)
         self.fingerprint = splitter.fingerprint
         self.verified = result.verified
@@ -115,6 +113,11 @@ class Stages(Sequence[Stage]):
         from microtome.split.session import StageSession  # which imports much
 
         return StageSession(self.variants)
+
+    @property
+    def cuts(self) -> Cuts:
+        """All cuts of the model, which are listed when they are first read."""
+        return self._splitter.cuts
 
     @property
     def example(self) -> Inputs:

@@ -18,6 +18,7 @@ from microtome.inputs import Inputs, device_of
 from microtome.results.trace import Trace, TracedCall
 from microtome.split.analysis.call_structure import CallRecorder, CallStructure, ranks
 from microtome.split.analysis.dataflow import Dataflow, Scalars
+from microtome.split.analysis.module_attributes import ModuleStates
 from microtome.split.analysis.mutated_objects import MutatedObject, find_states, named_states
 from microtome.split.analysis.randomness import CallOrderProbe, Draw, PythonDraw, PythonDrawProbe, find_varying_calls
 from microtome.split.analysis.signature import describe
@@ -76,6 +77,11 @@ class Analysis:
     state_classes: tuple[type, ...] = ()
     created_states: dict[str, Any] = field(default_factory=dict)
     _touched: dict[int, frozenset[int]] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def memory_of(self) -> list[int]:
+        """The memory that each value lies in."""
+        return [value.memory for value in self.trace.values]
 
     @cached_property
     def mutates_attributes(self) -> bool:
@@ -202,7 +208,8 @@ class Analysis:
 
     def memories(self, values: Iterable[int]) -> set[int]:
         """The memories that these values lie in."""
-        return {self.trace.values[value].memory for value in values}
+        memory_of = self.memory_of
+        return {memory_of[value] for value in values}
 
     def touched_memories(self, call: int) -> frozenset[int]:
         """The memories that a call takes, allocates, writes to or returns."""
@@ -259,8 +266,12 @@ def _analyze(model: nn.Module, example: Inputs, *, every_draw: bool = False) -> 
     state = State()
 
     def make_probes(recorder: TraceRecorder) -> _Attempt:
+        states = ModuleStates()
         probes = _Attempt(
-            CallRecorder(recorder), StateProbe(), PythonDrawProbe(model, every_call=every_draw), CallOrderProbe()
+            CallRecorder(recorder, states),
+            StateProbe(states=states),
+            PythonDrawProbe(model, every_call=every_draw),
+            CallOrderProbe(),
         )
         attempts.append((probes, recorder))
         return probes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -12,13 +11,14 @@ from microtome.engine import Call, Probe
 from microtome.engine.module_state import has_forward_hooks
 from microtome.engine.probes import AnyOp, Where
 from microtome.engine.pytree import reachable_tensors
+from microtome.engine.torch_internals import DisableTorchFunction
 from microtome.split.analysis.call_arguments import CallArguments, containers_in, record_arguments
 from microtome.split.analysis.dataflow import Scalars, describe_scalars
+from microtome.split.analysis.module_attributes import TORCH_ATTRIBUTES, ModuleStates, changed_attributes
 from microtome.split.analysis.mutated_objects import MutatedObjects
 from microtome.split.analysis.randomness import Draw, is_random
 from microtome.split.analysis.signature import Arguments, describe
 from microtome.split.analysis.structure_spec import StructureSpec, flatten
-from microtome.split.cuts.state import TORCH_ATTRIBUTES, changed_attributes, module_state
 from microtome.split.state.contents import changed_paths
 from microtome.split.state.snapshot import Path, StateSnapshot
 
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from microtome.trace.recorder import TraceRecorder
 
 
-@dataclass(frozen=True, slots=True)
-class CallStructure:
+class CallStructure(NamedTuple):
     """The structure of the arguments and the output of a call, and its side effects.
 
     A rank numbers the distinct tensors of a structure by first appearance: `(x, y, x)` has the ranks 0, 1, 0.
@@ -57,6 +56,9 @@ class CallStructure:
     state_paths: tuple[tuple[Path, ...], ...] = ()
 
 
+_UNFINISHED = CallStructure(StructureSpec(None, 0, 0))
+
+
 class _CallStart(NamedTuple):
     """The state recorded when a call begins, to be compared when it ends.
 
@@ -75,8 +77,9 @@ class _CallStart(NamedTuple):
 class CallRecorder(Probe):
     """Records the structures and side effects of calls; holds no tensors but those of running calls."""
 
-    def __init__(self, recorder: TraceRecorder) -> None:
+    def __init__(self, recorder: TraceRecorder, states: ModuleStates) -> None:
         self._recorder = recorder
+        self._states = states
         self._running: dict[Call, _CallStart] = {}
         self.call_structures: dict[Call, CallStructure] = {}
         self.fused_calls: set[int] = set()
@@ -87,43 +90,60 @@ class CallRecorder(Probe):
         self.mutations = MutatedObjects()
 
     def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with DisableTorchFunction():  # or each attribute of a tensor would go through our function mode
+            self._enter(call, args, kwargs)
+
+    def _enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _is_fused(call.module, args, kwargs):
             self.fused_calls.add(len(self.call_structures))
-        self.call_structures[call] = CallStructure(StructureSpec(None, 0, 0))  # in the order in which calls begin
+        self.call_structures[call] = _UNFINISHED  # in the order in which calls begin
         enclosing = call.stack[:-1] if call.module is not None and has_forward_hooks(call.module) else ()
         arguments = record_arguments(args, kwargs)
         self.mutations.enter(arguments, is_input=call.parent is None)
         self._running[call] = _CallStart(
             arguments,
             describe(args, kwargs, model=call.stack[0].module),
-            module_state(call.module),
-            {other: module_state(other.module) for other in enclosing},
-            list(map(StateSnapshot.of, arguments.state_objects)),
+            self._states.of(call.module),
+            {other: self._states.of(other.module) for other in enclosing} if enclosing else {},
+            list(map(StateSnapshot.of, arguments.state_objects)) if arguments.state_objects else [],
         )
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        with DisableTorchFunction():
+            self._exit(call, args, kwargs, output)
+
+    def _exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         start = self._running.pop(call)
-        self.mutations.exit(start.arguments)
+        containers = tuple(start.arguments.mutated_containers()) if start.arguments.containers else ()
+        objects = list(start.arguments.mutated_objects()) if start.arguments.objects else []
+        changed = [start.arguments.containers[index] for index in containers]
+        self.mutations.exit([*changed, *objects])
         spec, tensors, _ = flatten(output, (args, kwargs))
         arguments = start.arguments.tensors
         rank_of = {id(tensor): rank for tensor, rank in zip(arguments, ranks(arguments), strict=True)}
         self.call_structures[call] = CallStructure(
             output=spec,
-            output_aliases=tuple(rank_of.get(tensor) for tensor in dict.fromkeys(map(id, tensors))),
-            side_effect=_find_side_effect(call, start.arguments, output, spec),
-            mutated_attributes=changed_attributes(start.state, module_state(call.module)),
-            mutated_containers=tuple(start.arguments.mutated_containers()),
+            output_aliases=tuple(map(rank_of.get, dict.fromkeys(map(id, tensors)))),
+            side_effect=_find_side_effect(
+                call, [start.arguments.containers[index] for index in containers], objects, output, spec
+            ),
+            mutated_attributes=changed_attributes(start.state, self._states.of(call.module)),
+            mutated_containers=containers,
             argument_ranks=ranks(arguments),
             output_ranks=ranks(tensors),
             arguments=start.description,
             hook_mutations=tuple(
-                (outer.path, changed_attributes(before, module_state(outer.module)))
+                (outer.path, changed_attributes(before, self._states.of(outer.module)))
                 for outer, before in start.enclosing.items()
-            ),
+            )
+            if start.enclosing
+            else (),
             state_paths=tuple(
                 changed_paths(before, StateSnapshot.of(state, before))
                 for state, before in zip(start.arguments.state_objects, start.parts, strict=True)
-            ),
+            )
+            if start.parts
+            else (),
         )
         if call.parent is None:
             self.mutations.find_names(args, kwargs, output)
@@ -146,6 +166,8 @@ class CallRecorder(Probe):
 
 def ranks(tensors: list[Tensor]) -> tuple[int, ...]:
     """Number the distinct tensors by first appearance."""
+    if len(tensors) == 1:  # by far the most frequent
+        return (0,)
     numbers: dict[int, int] = {}
     return tuple(numbers.setdefault(id(tensor), len(numbers)) for tensor in tensors)
 
@@ -157,14 +179,20 @@ def _is_fused(module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str,
     return isinstance(module, nn.TransformerEncoderLayer) and not module.training
 
 
-def _find_side_effect(call: Call, arguments: CallArguments, output: Any, spec: StructureSpec) -> str | None:
-    """Return the side effect of a call that a boundary cannot describe; None: there is none."""
+def _find_side_effect(
+    call: Call, containers: list[Any], objects: list[Any], output: Any, spec: StructureSpec
+) -> str | None:
+    """Return the side effect of a call that a boundary cannot describe; None: there is none.
+
+    Args:
+        containers: The lists and dicts among its arguments that it changed.
+        objects: The objects among these that it changed.
+    """
     side_effect = None
-    containers = [arguments.containers[index] for index in arguments.mutated_containers()]
     if containers and not _is_replayable(containers, call, output):
         other = [type(container).__name__ for container in containers if not isinstance(container, list | dict)]
         side_effect = f"it mutates a {other[0] if other else 'list or dict'} among its arguments"
-    for item in arguments.mutated_objects():
+    for item in objects:
         side_effect = f"it mutates a {type(item).__name__} among its arguments"
     if side_effect is None and spec.unsupported is not None:
         side_effect = f"it returns a {spec.unsupported}, which is no tensor, number, string or structure of these"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -138,29 +138,41 @@ def describe_scalars(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scalars:
     without_integers: list[str] = []
     tensors: dict[int, int] = {}
 
-    def add(value: Any) -> None:
-        if isinstance(value, list | tuple):
-            for item in value:
-                add(item)
-        elif isinstance(value, int) and not isinstance(value, bool):
-            full.append(str(value))
-        elif not isinstance(value, torch.device):
-            is_tensor = isinstance(value, Tensor)
-            text = f"T{tensors.setdefault(id(value), len(tensors))}" if is_tensor else _describe_scalar(value)
-            full.append(text)
-            without_integers.append(text)
+    def add(values: Iterable[Any]) -> None:
+        for value in values:
+            cls = value.__class__
+            if cls is list or cls is tuple:
+                add(value)
+            elif cls is int:
+                full.append(str(value))
+            elif isinstance(value, Tensor):
+                text = f"T{tensors.setdefault(id(value), len(tensors))}"
+                full.append(text)
+                without_integers.append(text)
+            elif isinstance(value, list | tuple):
+                add(value)
+            elif isinstance(value, int) and cls is not bool:
+                full.append(str(value))
+            elif cls is not torch.device:
+                text = _describe_scalar(value)
+                full.append(text)
+                without_integers.append(text)
 
-    for value in args:
-        add(value)
+    add(args)
     for name, value in kwargs.items():
         if name not in ("device", "pin_memory"):
             full.append(f"{name}=")
             without_integers.append(f"{name}=")
-            add(value)
+            add((value,))
     return Scalars(",".join(full), ",".join(without_integers))
 
 
+_SPELLED = frozenset((bool, float, complex, str, type(None), torch.dtype, torch.layout, torch.memory_format))
+
+
 def _describe_scalar(value: Any) -> str:
+    if value.__class__ in _SPELLED:
+        return str(value)
     if isinstance(value, bool | float | complex | str | None | torch.dtype | torch.layout | torch.memory_format):
         return str(value)
     if isinstance(value, torch.Generator):  # what is drawn from it is identified by its order

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -52,10 +52,9 @@ class MutatedObjects:
             if id(item) not in self._initial:
                 self._initial[id(item)] = item, None if is_input else _try_copy(item)
 
-    def exit(self, arguments: CallArguments) -> None:
-        """Find the objects that the call mutated."""
-        mutated = [arguments.containers[index] for index in arguments.mutated_containers()]
-        for item in (*mutated, *arguments.mutated_objects()):
+    def exit(self, mutated: Iterable[Any]) -> None:
+        """Note the objects that a call mutated."""
+        for item in mutated:
             if id(item) in self._initial:
                 self._mutated[id(item)] = item
 

@@ -150,8 +150,11 @@ class BackwardSlice:
     # -- skipped calls -------------------------------------------------------------------------------------------------
 
     def _skip_call(self, call: TracedCall) -> None:
+        touched = self._analysis.touched_memories(call.index)
+        if touched.isdisjoint(self._needs):
+            return
         memory_of = self._memory_of
-        for memory in self._analysis.touched_memories(call.index) & self._needs.keys():
+        for memory in touched & self._needs.keys():
             outputs = {value: at for at, value in enumerate(call.outputs) if memory_of[value] == memory}
             arguments = {value: at for at, value in enumerate(call.inputs) if memory_of[value] == memory}
             access = _Access(call, memory, outputs, arguments)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
 from torch import nn
 
-from microtome.engine.selectors import check_model, path_aliases
+from microtome.engine.selectors import check_model
 from microtome.results.cuts import Cut, Cuts, Live
 from microtome.results.trace import TracedCall, Value
 from microtome.split.analysis.analysis import Analysis, analyze
@@ -47,38 +49,72 @@ def cuts(model: nn.Module, inputs: Any) -> Cuts:
 
 def list_cuts(model: nn.Module, liveness: Liveness) -> Cuts:
     """All cuts of an analyzed run."""
-    analysis, trace, costs = liveness.analysis, liveness.analysis.trace, _Costs(liveness.analysis)
-    # Code that reads numpy arrays is not traced, so they cross every cut.
-    arrays = tuple(_array(array_name(index), spec) for index, spec in enumerate(analysis.arrays))
-    smallest: int | None = None
-    all_cuts: list[Cut] = []
-    for index, call in enumerate(analysis.exit_order[:-1]):  # the last is the model itself
-        crossing = liveness.crossing(call)
-        refused = find_refusal(analysis, crossing) or crossing.refused
-        live = (*arrays, *_live_values(analysis, crossing))
+    return CutTable(model, liveness).cuts
+
+
+class CutTable:
+    """The cuts of an analyzed run, each computed when it is asked for."""
+
+    def __init__(self, model: nn.Module, liveness: Liveness) -> None:
+        self._model = type(model).__name__
+        weights = list(model.parameters())
+        self._params = sum(weight.numel() for weight in weights), sum(weight.nbytes for weight in weights)
+        self._liveness = liveness
+        self._analysis = analysis = liveness.analysis
+        self._calls = analysis.exit_order[:-1]  # the last is the model itself
+        # Code that reads numpy arrays is not traced, so they cross every cut.
+        self._arrays = tuple(_array(array_name(index), spec) for index, spec in enumerate(analysis.arrays))
+
+    def __getitem__(self, at: str) -> Cut:
+        """The cut at an address; its `dominates` is not computed, which takes those before it."""
+        index = self._indices.get(at)
+        if index is not None and (cut := self._cut(index)).refused is None:
+            return cut
+        return self.cuts[at]  # which explains refusals and other names
+
+    @cached_property
+    def cuts(self) -> Cuts:
+        """All cuts."""
+        trace = self._analysis.trace
+        smallest: int | None = None
+        all_cuts: list[Cut] = []
+        for index in range(len(self._calls)):
+            cut = self._cut(index)
+            if cut.refused is None and (smallest is None or cut.nbytes < smallest):
+                smallest, cut = cut.nbytes, replace(cut, dominates=True)
+            all_cuts.append(cut)
+        inputs = [trace.values[value] for value in dict.fromkeys(trace.calls[0].inputs)]
+        outputs = [trace.values[value] for value in dict.fromkeys(trace.calls[0].outputs)]
+        flops = [op.flops for op in trace.ops]
+        return Cuts(
+            self._model,
+            (*self._arrays, *(_live(_input_name(value), None, value) for value in inputs)),
+            tuple(_live(f"output[{index}]", "", value) for index, value in enumerate(outputs)),
+            tuple(cut for cut in all_cuts if cut.refused is None),
+            tuple(cut for cut in all_cuts if cut.refused is not None),
+            str(trace.how),
+            len(trace.calls),
+            *self._params,
+            None if None in flops else sum(count for count in flops if count is not None),
+            aliases=trace.aliases,
+        )
+
+    @cached_property
+    def _indices(self) -> dict[str, int]:
+        return {call.address: index for index, call in enumerate(self._calls)}
+
+    @cached_property
+    def _costs(self) -> _Costs:
+        return _Costs(self._analysis)
+
+    def _cut(self, index: int) -> Cut:
+        call = self._calls[index]
+        crossing = self._liveness.crossing(call)
+        refused = find_refusal(self._analysis, crossing) or crossing.refused
+        live = (*self._arrays, *_live_values(self._analysis, crossing))
         nbytes = sum(value.nbytes for value in live)
-        dominates = refused is None and (smallest is None or nbytes < smallest)
-        if dominates:
-            smallest = nbytes
-        at = call.address
-        all_cuts.append(Cut(index, at, call.type, call.depth, live, nbytes, *costs.at(crossing), dominates, refused))
-    inputs = [trace.values[value] for value in dict.fromkeys(trace.calls[0].inputs)]
-    outputs = [trace.values[value] for value in dict.fromkeys(trace.calls[0].outputs)]
-    weights = list(model.parameters())
-    flops = [op.flops for op in trace.ops]
-    return Cuts(
-        type(model).__name__,
-        (*arrays, *(_live(_input_name(value), None, value) for value in inputs)),
-        tuple(_live(f"output[{index}]", "", value) for index, value in enumerate(outputs)),
-        tuple(cut for cut in all_cuts if cut.refused is None),
-        tuple(cut for cut in all_cuts if cut.refused is not None),
-        str(trace.how),
-        len(trace.calls),
-        sum(weight.numel() for weight in weights),
-        sum(weight.nbytes for weight in weights),
-        None if None in flops else sum(count for count in flops if count is not None),
-        aliases=path_aliases(model),
-    )
+        costs = self._costs.at(crossing)
+        return Cut(index, call.address, call.type, call.depth, live, nbytes, *costs, refused=refused)
 
 
 def _live_values(analysis: Analysis, crossing: Crossing) -> tuple[Live, ...]:

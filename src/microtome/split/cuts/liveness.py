@@ -46,7 +46,7 @@ class Liveness:
         self.analysis = analysis
         self._joins = joins
         self._trace = analysis.trace
-        self.memory_of = [value.memory for value in analysis.trace.values]
+        self.memory_of = analysis.memory_of
         # Both sides have the weights, but a tail that skips a call does not have what that call returned of them.
         self._weights = {value.memory for value in analysis.trace.values if value.origin in ("parameter", "buffer")}
         self._weights -= analysis.memories(value for call in analysis.trace.calls for value in call.outputs)
@@ -131,6 +131,9 @@ class Liveness:
 
     def _join_memories(self, crossing: Crossing) -> None:
         """Send memories as a whole where the tail writes to them, or where that is smaller than their values."""
+        memories = {self.memory_of[value] for value in crossing.values.values()}
+        if len(memories) == len(crossing.values) and not crossing.views:  # no two share one, as nearly always
+            return
         values, sharing = self._trace.values, defaultdict[int, set[int]](set)
         for location, value in crossing.values.items():
             if location not in crossing.copied:

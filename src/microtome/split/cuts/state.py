@@ -20,6 +20,13 @@ from microtome.engine.torch_internals import storage_id
 from microtome.results.trace import TracedCall
 from microtome.split.analysis.call_arguments import state_of
 from microtome.split.analysis.dataflow import describe_scalars
+from microtome.split.analysis.module_attributes import (
+    CONTAINERS,
+    PLAIN,
+    TORCH_ATTRIBUTES,
+    ModuleStates,
+    changed_attributes,
+)
 from microtome.split.analysis.signature import describe
 from microtome.split.cuts.crossing import Crossing
 
@@ -132,7 +139,13 @@ class StateProbe(Probe):
         log: What each piece of code does, to compare two runs: its operators, calls and their arguments.
     """
 
-    def __init__(self, carried: dict[int, tuple[Location, Tensor]] | None = None, *, keeps_log: bool = False) -> None:
+    def __init__(
+        self,
+        carried: dict[int, tuple[Location, Tensor]] | None = None,
+        *,
+        keeps_log: bool = False,
+        states: ModuleStates | None = None,
+    ) -> None:
         self.carried = carried or {}
         self.writes: dict[Location, set[Access]] = {}
         self.reads: dict[Location, set[Access]] = {}
@@ -143,16 +156,18 @@ class StateProbe(Probe):
         self._states: dict[Call, dict[str, Any]] = {}
         self._first_objects: list[tuple[Location, Any, Any]] = []
         self._first_states: dict[str, dict[str, Any]] = {}
+        self._module_states = states or ModuleStates()
 
     def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         index = self._indices[call] = len(self.paths)
         if call.parent is None:
+            self._module_states.begin(call.module)
             self._first_objects = [(at, value, state_of(value)) for at, value in _objects_of(call.module)]
-            self._first_states = _module_states(call.module)
+            self._first_states = self._states_in(call.module)
         else:
             self._find_writes(call.parent)
         self.paths.append(call.path)
-        self._states[call] = module_state(call.module)
+        self._states[call] = self._module_states.of(call.module)
         caller = Access(self._indices[call.parent or call], index)
         self._find_reads((args, kwargs), caller)
         self._add_to_log(caller, lambda: describe(args, kwargs)[:2])
@@ -184,15 +199,19 @@ class StateProbe(Probe):
                 self.reads.setdefault(carried[0], set()).add(access)
 
     def _find_writes(self, call: Call) -> None:
-        before, now = self._states[call], module_state(call.module)
+        before, now = self._states[call], self._module_states.of(call.module)
         for name in changed_attributes(before, now):
             self.writes.setdefault((call.path, name), set()).add(Access(self._indices[call], len(self.paths)))
         self._states[call] = now
 
+    def _states_in(self, model: nn.Module | None) -> dict[str, dict[str, Any]]:
+        modules = () if model is None else model.named_modules()
+        return {path: self._module_states.of(module) for path, module in modules}
+
     def _find_foreign_writes(self, model: nn.Module | None) -> None:
         """Find what was changed by other code than that of the module that holds it."""
         changed = [location for location, value, before in self._first_objects if state_of(value) != before]
-        for path, now in _module_states(model).items():
+        for path, now in self._states_in(model).items():
             changed += [(path, name) for name in changed_attributes(self._first_states.get(path, {}), now)]
         for location in changed:
             self.writes.setdefault(location, {Access(None, 0)})
@@ -236,40 +255,10 @@ def analyze_state(
 
 # -- what modules hold -------------------------------------------------------------------------------------------------
 
-_MISSING = object()
-_PLAIN = (int, float, bool, str)
-_CONTAINERS = (list, dict, set)
-#: The weights of recurrent layers in one list, which `flatten_parameters` makes.
-_RECURRENT_WEIGHTS = {"_flat_weights", "_flat_weight_refs"}
-#: Attributes of modules that are not state of the user's.
-TORCH_ATTRIBUTES = frozenset(nn.Module().__dict__) | {"_is_hf_initialized"} | _RECURRENT_WEIGHTS
 
-
-def module_state(module: nn.Module | None) -> dict[str, Any]:
-    """Something to compare each attribute and buffer of a module by, except for torch's own attributes."""
-    if module is None:
-        return {}
-    attributes = vars(module)
-    state = {
-        name: value if type(value) in _PLAIN else state_of(value, 3) if type(value) in _CONTAINERS else (id(value),)
-        for name, value in attributes.items()
-        if name not in TORCH_ATTRIBUTES
-    }
-    for name, value in attributes.get("_buffers", {}).items():
-        state[name] = (id(value),)
-    return state
-
-
-def changed_attributes(before: dict[str, Any], now: dict[str, Any]) -> tuple[str, ...]:
-    """The names whose state differs, sorted."""
-    if before == now:
-        return ()
-    names = before.keys() | now.keys()
-    return tuple(sorted(name for name in names if before.get(name, _MISSING) != now.get(name, _MISSING)))
-
-
-def _module_states(model: nn.Module | None) -> dict[str, dict[str, Any]]:
-    return {} if model is None else {path: module_state(module) for path, module in model.named_modules()}
+#: Attributes that `module_state` compares by value, or that hold no state of their own.
+_VALUES = PLAIN | {type(None)}
+_HELD = (*PLAIN, *CONTAINERS, Tensor, nn.Module, type)
 
 
 def _objects_of(model: nn.Module | None) -> Iterator[tuple[Location, Any]]:
@@ -277,9 +266,10 @@ def _objects_of(model: nn.Module | None) -> Iterator[tuple[Location, Any]]:
     visited: set[int] = set()
     for path, module in () if model is None else model.named_modules():
         for name, value in vars(module).items():
-            is_known = isinstance(value, (*_PLAIN, *_CONTAINERS, type(None), Tensor, nn.Module, type))
-            if name not in TORCH_ATTRIBUTES and not is_known and id(value) not in visited:
-                visited.add(id(value))
+            if name in TORCH_ATTRIBUTES or type(value) in _VALUES or isinstance(value, _HELD) or id(value) in visited:
+                continue
+            visited.add(id(value))
+            if type(value) is not tuple or not _VALUES.issuperset(map(type, value)):
                 yield (path, name), value
 
 
