@@ -88,6 +88,8 @@ def notify(methods: Iterable[Callable[..., None]], event: str, call: Call, *args
             method(call, *args)
         except MicrotomeError as error:  # its message is complete
             first = first or error
+        except RecursionError:  # the model's own calls may be what is too deep
+            raise
         except Exception as error:  # noqa: BLE001  whatever a probe raises, the user must learn at which call
             name = getattr(method, "__qualname__", repr(method))
             message = f"{name} raised {type(error).__name__} at {event} of {call.address!r}: {error}"

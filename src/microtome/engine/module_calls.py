@@ -20,6 +20,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Container
+from contextlib import suppress
 from functools import partial, wraps
 from types import FrameType, MethodType
 from typing import Any, ParamSpec, Protocol, TypeVar
@@ -82,6 +83,7 @@ class CallbackChain:
                 self._backward = vars(torch.autograd)[RUN_BACKWARD]
                 self._undo.append(partial(setattr, torch.autograd, RUN_BACKWARD, self._backward))
                 self._undo.append(self._uninstall)
+                self._undo.append(raise_recursion_limit())
             self._open.append(session)
             self._rebuild()
 
@@ -224,6 +226,24 @@ class _PassThrough(_CallSlot):
         with chain._lock:
             if vars(nn.Module)[MODULE_CALL] is self:
                 setattr(nn.Module, MODULE_CALL, None)
+
+
+def raise_recursion_limit() -> Callable[[], None]:
+    """Double Python's recursion limit, and return a function that restores it, unless other code has set it since.
+
+    A call of a module takes four levels of the limit, and each session adds one: a model that runs without a session
+    must run in one. These frames take no C stack.
+    """
+    before = sys.getrecursionlimit()
+    ours = 2 * before
+    sys.setrecursionlimit(ours)
+
+    def restore() -> None:
+        if sys.getrecursionlimit() == ours:
+            with suppress(RecursionError):  # raised a few frames below the limit, where the session could just open
+                sys.setrecursionlimit(before)
+
+    return restore
 
 
 def _original_attribute() -> Any:

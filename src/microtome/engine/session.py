@@ -399,6 +399,11 @@ def _name_failed_call(call: Call, error: BaseException, inner: tuple[str, nn.Mod
     address, module = (call.address, call.module) if inner is None else inner
     where = f"the call {address!r}" if address else "the model itself"
     error.add_note(f"in {where} ({type(module).__name__})")
+    if isinstance(error, RecursionError):
+        error.add_note(
+            f"modules are nested {len(call.stack)} deep there, and Python's limit of nested calls is "
+            f"{sys.getrecursionlimit()} in a session: raise it with sys.setrecursionlimit before, if the model needs it"
+        )
 
 
 def _run_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
