@@ -184,16 +184,24 @@ class _CallSlot:
     Attributes:
         target: The outermost session's `call_module`, None while no session is open; and the ids of modules that no
             session observes.
+        is_closing: Whether it waits until no thread is between torch's two reads of the attribute: the first read
+            returns what torch expects, so that no further thread comes to depend on it, and the second a callable.
+            Each read tries to remove it.
     """
 
     def __init__(self) -> None:
         self.target: tuple[AnyCall | None, Container[int]] = None, ()
+        self.is_closing = False
 
     def __get__(self, module: nn.Module | None, kind: type) -> AnyCall | None:
         if module is None:
+            if self.is_closing:
+                self._remove_unless_read(sys._getframe(1))
             return None
         call, ignored = self.target
         if call is None:
+            if self.is_closing:
+                return self._pass_through(module, sys._getframe(1))
             return module.__dict__.get(MODULE_CALL) or module._call_impl
         # Faster than through the sessions, for modules that none of them observes.
         return module._call_impl if id(module) in ignored else MethodType(call, module)
@@ -205,27 +213,16 @@ class _CallSlot:
         if module.__dict__.pop(MODULE_CALL, None) is None:
             raise AttributeError(MODULE_CALL)
 
+    def _pass_through(self, module: nn.Module, caller: FrameType) -> AnyCall | None:
+        self._remove_unless_read(caller)
+        compiled: AnyCall | None = module.__dict__.get(MODULE_CALL)
+        return compiled if compiled is not None or not _is_at(caller, _SECOND_READ) else module._call_impl
 
-class _PassThrough(_CallSlot):
-    """Replaces the slot of the last session until no thread is between torch's two reads of the attribute.
-
-    The first read returns what torch expects, so that no further thread comes to depend on it, and the second a
-    callable. Each read tries to remove it.
-    """
-
-    def __get__(self, module: nn.Module | None, kind: type) -> AnyCall | None:
-        caller = sys._getframe(1)
+    def _remove_unless_read(self, caller: FrameType) -> None:
         if not _is_read_anywhere(ignore=caller):
-            self.remove()
-        compiled: AnyCall | None = None if module is None else module.__dict__.get(MODULE_CALL)
-        if module is None or compiled is not None or not _is_at(caller, _SECOND_READ):
-            return compiled
-        return module._call_impl
-
-    def remove(self) -> None:
-        with chain._lock:
-            if vars(nn.Module)[MODULE_CALL] is self:
-                setattr(nn.Module, MODULE_CALL, None)
+            with chain._lock:
+                if vars(nn.Module)[MODULE_CALL] is self:
+                    setattr(nn.Module, MODULE_CALL, None)
 
 
 def raise_recursion_limit() -> Callable[[], None]:
@@ -254,8 +251,9 @@ def _original_attribute() -> Any:
 
 def _uninstall(original: Any) -> None:
     """Restore the attribute, at once unless some thread has read it as not None and is about to call it."""
-    if original is None and isinstance(vars(nn.Module)[MODULE_CALL], _CallSlot):
-        setattr(nn.Module, MODULE_CALL, _PassThrough())  # from now on, only threads between the reads can need it
+    slot = vars(nn.Module)[MODULE_CALL]
+    if original is None and isinstance(slot, _CallSlot):
+        slot.is_closing = True  # from now on, only threads between the reads can need it
         if _is_read_anywhere():
             return
     setattr(nn.Module, MODULE_CALL, original)

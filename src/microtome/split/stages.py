@@ -10,6 +10,7 @@ from torch import nn
 
 from microtome.engine.argument_names import named_arguments
 from microtome.engine.pytree import map_tensors, tensors_in
+from microtome.engine.session import keep_patched
 from microtome.errors import BadQuery, NoMatch, Unsupported
 from microtome.files.reading import File
 from microtome.inputs import Inputs
@@ -103,9 +104,10 @@ class Stages(Sequence[Stage]):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run all stages, one after the other."""
-        value = self._stages[0](*args, **kwargs)
-        for stage in self._stages[1:]:
-            value = stage.run((value,), {}, release=True)
+        with keep_patched():
+            value = self._stages[0](*args, **kwargs)
+            for stage in self._stages[1:]:
+                value = stage.run((value,), {}, release=True)
         return value
 
     def session(self) -> StageSession:
