@@ -180,3 +180,18 @@ def test_the_names_are_put_back() -> None:
         assert has_torch_function((torch.ones(1),)) is False
     finally:
         sys.modules.pop(late.__name__, None)
+
+
+def test_a_module_of_the_user_may_import_the_functions_after_the_first_trace() -> None:
+    notebook = ModuleType("notebook_of_the_user")
+    sys.modules[notebook.__name__] = notebook
+    try:
+        with hide_modes():
+            pass
+        exec("from torch.overrides import has_torch_function", notebook.__dict__)
+        original = has_torch_function
+        with hide_modes():
+            assert vars(notebook)["has_torch_function"] is not original
+        assert vars(notebook)["has_torch_function"] is original
+    finally:
+        del sys.modules[notebook.__name__]

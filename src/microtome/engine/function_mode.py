@@ -8,7 +8,9 @@ dispatch themselves to the mode.
 
 from __future__ import annotations
 
+import os
 import sys
+import sysconfig
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -140,14 +142,36 @@ def hide_modes() -> Iterator[None]:
                 _replace({id(hiding): original for original, hiding in _PAIRS})
 
 
+#: The identity of each module of a library that has been searched, by name: its imports are complete.
+_searched: dict[str, int] = {}
+#: The names in these that refer to the functions.
+_references: list[tuple[Any, str]] = []
+_LIBRARIES = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "purelib", "platlib")})
+
+
 def _replace(replacements: dict[int, Any]) -> None:
-    for module_name, module in list(sys.modules.items()):
+    """Replace the functions in all modules; those of libraries, often 2,000, are searched once."""
+    others: list[tuple[Any, str]] = []
+    modules = list(sys.modules.items())
+    for module_name, module in [(name, module) for name, module in modules if _searched.get(name) != id(module)]:
+        is_complete = _is_complete(module)
+        if is_complete:
+            _searched[module_name] = id(module)
         if module is None or (module_name.startswith("torch.") and module is not overrides):
             continue
         namespace = getattr(module, "__dict__", {})
-        for name in _NAMES:
-            if id(function := namespace.get(name)) in replacements:
-                setattr(module, name, replacements[id(function)])
+        found = [(module, name) for name in _NAMES if id(namespace.get(name)) in _FUNCTIONS]
+        (_references if is_complete else others).extend(found)
+    for module, name in (*_references, *others):
+        if id(function := getattr(module, name, None)) in replacements:
+            setattr(module, name, replacements[id(function)])
+
+
+def _is_complete(module: Any) -> bool:
+    """Whether a module is one of a library and has been imported; the user's, such as a notebook, import more later."""
+    file, spec = getattr(module, "__file__", None), getattr(module, "__spec__", None)
+    is_importing = getattr(spec, "_initializing", False)
+    return isinstance(file, str) and file.startswith(_LIBRARIES) and spec is not None and not is_importing
 
 
 def _make_hiding(original: Callable[..., bool], values_in: Callable[..., Any]) -> Callable[..., bool]:
@@ -176,3 +200,4 @@ _PAIRS = [
     ),
 ]
 _HIDING: dict[int, Any] = {id(original): hiding for original, hiding in _PAIRS}
+_FUNCTIONS = frozenset(id(function) for pair in _PAIRS for function in pair)
