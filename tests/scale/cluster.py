@@ -38,7 +38,7 @@ def local_cluster(nodes: int, num_cpus: int = 2) -> Iterator[Any]:
     os.environ |= {"PYTHONPATH": os.pathsep.join(_PATHS), "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"}
     cluster = None
     try:
-        cluster = _start(nodes, {"num_cpus": num_cpus, "object_store_memory": _OBJECT_BYTES})
+        cluster = start_cluster({"num_cpus": num_cpus, "object_store_memory": _OBJECT_BYTES}, nodes)
         ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
         yield cluster
     finally:
@@ -52,7 +52,8 @@ def local_cluster(nodes: int, num_cpus: int = 2) -> Iterator[Any]:
                 os.environ[name] = value
 
 
-def _start(nodes: int, options: dict[str, Any], attempts: int = 3) -> Any:
+def start_cluster(options: dict[str, Any], nodes: int = 1, attempts: int = 3) -> Any:
+    """Start a cluster of nodes with these options; again if the machine is too busy for the time that Ray waits."""
     from ray.cluster_utils import Cluster
 
     cluster = Cluster()
@@ -63,5 +64,5 @@ def _start(nodes: int, options: dict[str, Any], attempts: int = 3) -> Any:
         cluster.shutdown()
         if attempts == 1 or TIMED_OUT not in str(error):
             raise
-        return _start(nodes, options, attempts - 1)
+        return start_cluster(options, nodes, attempts - 1)
     return cluster

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.scale.cluster import start_cluster
+
 ROOT = Path(__file__).parents[2]
 #: Bytes of shared memory of a node: Ray takes a third of the machine's memory by default.
 _OBJECT_STORE_BYTES = 100 << 20
@@ -25,17 +27,14 @@ def ray_cluster(**resources: float) -> Iterator[Any]:
     """
     import ray
     from ray import serve
-    from ray.cluster_utils import Cluster
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]))
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        cluster = Cluster()
+        node = {"num_cpus": 8, "object_store_memory": _OBJECT_STORE_BYTES, "resources": resources}
+        cluster = start_cluster(node)
         try:
-            cluster.add_node(
-                include_dashboard=False, num_cpus=8, object_store_memory=_OBJECT_STORE_BYTES, resources=resources
-            )
             ray.init(cluster.address, log_to_driver=False, logging_level="error")
             yield cluster
         finally:
