@@ -105,9 +105,8 @@ class Forwarder:
         if not servers:
             named = ", ".join(request.next_hops[0])
             raise NoMatch(f"this server does not forward to {named!r:.200}: allow it with --forward")
-        request.forwarded_bytes = boundary.nbytes
         self.budget.add(boundary.nbytes)
-        request.leave_queue()
+        request.mark_forwarded(boundary.nbytes)
         header = protocol.Request(
             id=f"{request.id[:MAX_ID_CHARS]}/{next(self._numbers)}",  # the requests of all clients share a stream
             codec=request.codec,

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -28,6 +28,7 @@ from microtome.remote.inference_backend import InferenceBackend
 from microtome.remote.logs import MAX_ID_CHARS
 from microtome.remote.peers import Peers
 from microtome.remote.prometheus import Metrics
+from microtome.remote.reply_queue import ReplyQueue
 from microtome.remote.session_store import SessionStore
 from microtome.remote.training.server_run import TrainingRun
 from microtome.remote.worker import Limits, QueuedRequest, WorkerPool
@@ -79,6 +80,7 @@ class Service:
         self.sessions = SessionStore(limits.sessions, metrics)
         self._forwarder = Forwarder(served, forwards, limits.max_message, limits.max_message // share)
         self._workers = WorkerPool(served, limits, metrics, self.replies, self.sessions, self._forwarder, self._fail)
+        self._received_bytes, self._sent_bytes = (metrics.bytes.labels(direction) for direction in ("received", "sent"))
         self._profiler = ThreadPoolExecutor(1, thread_name_prefix="microtome-profile")
         self._profile: str | None = None
         self._profile_failure: tuple[float, Exception] | None = None
@@ -169,49 +171,51 @@ class Service:
             return
         request = await self._receive(call, data)
         del data  # held by the request alone, which drops it when it is decoded
-        self._submit(request)
+        replies = ReplyQueue(self._leave_queue, _WINDOW)
+        self._submit(request, replies)
         try:
-            await self._answer(call, request)
+            await replies.next()
+            await self._write(call, request)
         finally:
             self._settle(call, request)
 
     async def stream(self, call: OpenCall) -> None:
         """Read requests until the client ends or the server drains, and write replies as they are ready."""
         self._metrics.streams.inc()
-        answers: set[asyncio.Task[None]] = set()
-        window = asyncio.Semaphore(_WINDOW)
-
-        def on_answered(request: QueuedRequest, task: asyncio.Task[None]) -> None:
-            self._settle(call, request)
-            answers.discard(task)
-            if request.forwarded_bytes is None:
-                window.release()
+        replies = ReplyQueue(self._leave_queue, _WINDOW)
 
         async def read() -> None:
             while (data := await call.read()) is not None:
-                await window.acquire()
+                await replies.window.acquire()
                 request = await self._receive(call, data)
-                self._submit(request, window)
-                task = asyncio.create_task(self._answer(call, request))
-                answers.add(task)
-                task.add_done_callback(partial(on_answered, request))
-                del data, request, task  # do not keep the last request alive until the next one arrives
+                self._submit(request, replies)
+                del data, request  # do not keep the last request alive until the next one arrives
+
+        async def write() -> None:
+            while (request := await replies.next()) is not None:
+                await self._write(call, request)
+                self._settle(call, request)
+                replies.remove(request)
+                del request
 
         reading = asyncio.create_task(read())
         drained = asyncio.create_task(self.draining.wait())
+        writing = asyncio.create_task(write())
         try:
-            await asyncio.wait((reading, drained), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((reading, drained, writing), return_when=asyncio.FIRST_COMPLETED)
             if not reading.done():
                 reading.cancel()  # the client sends unread requests to another server, or again
-            await asyncio.gather(*answers)
+            replies.end()
+            await writing
             if reading.done() and not reading.cancelled():
                 reading.result()
         finally:
-            for task in (reading, drained, *answers):
+            for task in (reading, drained, writing):
                 task.cancel()
-            await asyncio.gather(reading, drained, *answers, return_exceptions=True)
-            answers.clear()
-            del reading, drained, task  # break the cycle of an exception and its frames
+            await asyncio.gather(reading, drained, writing, return_exceptions=True)
+            while replies.unanswered:
+                self._settle(call, replies.unanswered.pop())
+            del reading, drained, writing, task  # break the cycle of an exception and its frames
             self.sessions.end_all(call)
             if self.training is not None:  # it may be computing
                 self._loop.run_in_executor(None, self.training.detach, call)
@@ -294,36 +298,32 @@ class Service:
             await self._reject(call, f"expected a Request, got other bytes: {describe_error(error)}")
             raise
 
-    def _submit(self, request: QueuedRequest, window: asyncio.Semaphore | None = None) -> None:
-        """Queue a request for the workers; its bytes stay reserved until it is computed, forwarded or cancelled.
-
-        One that is forwarded leaves the window of its stream, too: further stages may be on this server.
-        """
+    def _submit(self, request: QueuedRequest, replies: ReplyQueue) -> None:
+        """Queue a request for the workers; its bytes stay reserved until it is computed, forwarded or cancelled."""
+        request.is_queued = True
+        replies.unanswered.add(request)
         self._metrics.queue.inc()
-        self._metrics.bytes.labels("received").inc(request.nbytes)
-
-        def release() -> None:
-            self.queued.release(request.nbytes)
-            if window is not None and request.forwarded_bytes is not None:
-                window.release()
-
-        def on_computed() -> None:
-            self._metrics.queue.dec()
-            with suppress(RuntimeError):  # the loop is closed: the server ended before the computation
-                self._loop.call_soon_threadsafe(release)
-
-        request.on_computed = on_computed
+        self._received_bytes.inc(request.nbytes)
+        request.observer = replies
         self._workers.submit(request)
 
-    async def _answer(self, call: OpenCall, request: QueuedRequest) -> None:
-        reply = await asyncio.wrap_future(request.reply)
-        self._metrics.bytes.labels("sent").inc(len(reply))
+    def _leave_queue(self, request: QueuedRequest) -> None:
+        """Release the bytes of a request, once."""
+        if request.is_queued:
+            request.is_queued = False
+            self._metrics.queue.dec()
+            self.queued.release(request.nbytes)
+
+    async def _write(self, call: OpenCall, request: QueuedRequest) -> None:
+        reply = request.reply.result()
+        self._sent_bytes.inc(len(reply))
         await call.write(reply)
 
     def _settle(self, call: OpenCall, request: QueuedRequest) -> None:
         """Cancel a request unless it is answered, and count its reply as written once there is one."""
         call.in_flight -= 1
-        request.cancel()
+        if request.cancel():
+            self._leave_queue(request)
         request.reply.add_done_callback(partial(self._remove_reply, request))
 
     def _remove_reply(self, request: QueuedRequest, reply: Future[bytes]) -> None:

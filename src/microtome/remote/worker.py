@@ -11,7 +11,7 @@ from functools import partial
 from math import inf
 from queue import Empty, SimpleQueue
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from microtome.engine.pytree import as_state
 from microtome.errors import BadQuery, NoMatch
@@ -73,6 +73,16 @@ class Limits(NamedTuple):
         return min(max(self.max_message // _MAX_PART_BYTES, _MIN_CALLS), _MAX_CALLS)
 
 
+class RequestObserver(Protocol):
+    """Is notified of what became of a request, in the thread where that happens."""
+
+    def forwarded(self, request: QueuedRequest) -> None:
+        """Take a request that was sent to another server, whose reply will be that of the request."""
+
+    def resolved(self, request: QueuedRequest) -> None:
+        """Take a request that has a reply, or an error as one."""
+
+
 class QueuedRequest:
     """A request on the server, from its arrival to its reply.
 
@@ -88,7 +98,8 @@ class QueuedRequest:
         reply: The message with the output or an error.
         timing: Seconds of each phase.
         forwarded_bytes: The bytes that were forwarded; None: it was not.
-        on_computed: Called once, when it no longer waits for this server.
+        is_queued: Whether its bytes are reserved; belongs to the event loop.
+        observer: Notified of its reply; None: nobody is.
     """
 
     def __init__(self, header: Any, data: memoryview, owner: object = None) -> None:
@@ -109,7 +120,8 @@ class QueuedRequest:
         self.at = ""
         self.timing: dict[str, float] = {}
         self.forwarded_bytes: int | None = None
-        self.on_computed: Callable[[], None] | None = None
+        self.is_queued = False
+        self.observer: RequestObserver | None = None
         self.reply: Future[bytes] = Future()
 
     def set_boundary(self, boundary: Any) -> None:
@@ -117,21 +129,24 @@ class QueuedRequest:
         self.data, self.boundary, self.at = None, boundary, boundary.at
         self.stage = StageRef.tail(self.at) if self._stage is None else StageRef.from_message(self._stage)
 
-    def cancel(self) -> None:
-        """Cancel the request unless it has begun; in the queue it holds no data from then on."""
-        if self.reply.cancel():
-            self.leave_queue()
+    def cancel(self) -> bool:
+        """Cancel the request unless it has begun, and return whether it is; in the queue it holds no data then."""
+        is_cancelled = self.reply.cancel()
+        if is_cancelled:
+            self.data = None
+        return is_cancelled
 
-    def leave_queue(self) -> None:
-        """Drop the data, and then release the reservation of their bytes."""
+    def mark_forwarded(self, nbytes: int) -> None:
         self.data = self.boundary = None
-        on_computed, self.on_computed = self.on_computed, None
-        if on_computed is not None:
-            on_computed()
+        self.forwarded_bytes = nbytes
+        if self.observer is not None:
+            self.observer.forwarded(self)
 
     def resolve(self, reply: bytes) -> None:
-        self.leave_queue()
+        self.data = self.boundary = None  # before the reservation of their bytes is released
         self.reply.set_result(reply)
+        if self.observer is not None:
+            self.observer.resolved(self)
 
 
 class WorkerPool:
