@@ -18,7 +18,7 @@ from microtome import zoo
 from microtome.cli import main
 from microtome.errors import BadBoundary, BadFile, MicrotomeError, RemoteError, sanitize_text
 from microtome.inputs import Inputs
-from microtome.remote import protocol
+from microtome.remote import payloads, protocol
 from microtome.remote.client import Remote
 from microtome.remote.connection import Connection
 from microtome.remote.payloads import ExpectedReply
@@ -395,3 +395,17 @@ def test_a_token_without_tls_is_warned_about(address: str) -> None:
 )
 def test_a_token_on_this_machine_needs_no_tls(address: str) -> None:
     Connection(address, Security(token="secret")).close()
+
+
+def test_inputs_of_the_same_shapes_are_compared_with_the_example_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+
+    def count(specs: Any, example: Any) -> float:
+        compared.append(specs)
+        return 1.0
+
+    monkeypatch.setattr(payloads, "_growth", count)
+    example = Splitter(nn.Linear(7, 3).eval(), torch.ones(2, 7)).spec.example
+    for rows in (2, 2, 5, 2, 5):
+        ExpectedReply(example, Inputs(torch.ones(rows, 7)))
+    assert [spec.shape for (spec,) in compared] == [(2, 7), (5, 7)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from microtome.engine.pytree import as_state, tensor_occurrences
 from microtome.inputs import Inputs
+from microtome.split.analysis import structure_spec
 from microtome.split.analysis.call_arguments import record_arguments, state_objects_in
 from microtome.split.analysis.signature import describe, digest_of_call
 from microtome.split.analysis.structure_spec import flatten
@@ -106,3 +108,17 @@ def test_a_reader_remembers_few_layouts() -> None:
         args: tuple[Tensor | None, ...] = (None,) * count
         assert reader.read(args, {}).describe(None)[1].plain == [None] * count
     assert len(reader._layouts) <= 8
+
+
+@given(calls)
+def test_positional_tensors_are_flattened_as_other_arguments_are(call: Any) -> None:
+    args = tuple(value for value in call[0] if isinstance(value, Tensor))
+    for arguments in (call, (args, {}), (args, call[1])):
+        with as_state((Memory,)), pytest.MonkeyPatch.context() as patch:
+            spec, tensors, plain = flatten(arguments, arrays=[])
+            patch.setattr(structure_spec, "_are_positional_tensors", lambda _: False)
+            walked, walked_tensors, walked_plain = flatten(arguments, arrays=[])
+            assert (spec.text, spec.num_tensors, spec.num_plain) == (walked.text, walked.num_tensors, walked.num_plain)
+            assert spec.unsupported == walked.unsupported
+            assert is_same(tensors, walked_tensors)
+            assert repr(plain) == repr(walked_plain)

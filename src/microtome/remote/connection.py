@@ -136,9 +136,10 @@ class Connection:
             if message.reply_bytes > self._reply_bytes:  # needs another stream, opened when this one has its replies
                 self._reply_bytes = min(1 << (message.reply_bytes - 1).bit_length(), MAX_MESSAGE_BYTES)
                 self._end_stream()
-            if self._outgoing is not None:
-                self._outgoing.put(message)
+            outgoing = self._outgoing
             self._start()
+        if outgoing is not None:  # without the lock, which the thread that sends takes next
+            outgoing.put(message)
 
     def watch(self, check: Callable[[Connection], object]) -> None:
         """Whenever the server is back after it was down, call a check, which raises RemoteError to keep it down."""

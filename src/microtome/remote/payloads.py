@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -138,16 +139,17 @@ class ExpectedReply:
             max_bytes: The most bytes of the reply; None: derive them from the example.
         """
         _, tensors, plain = flatten((inputs.args, inputs.kwargs))
-        specs = [TensorSpec.of(tensor) for tensor in tensors]
+        specs = tuple(TensorSpec.of(tensor) for tensor in tensors)
+        likeness = _compare(specs, example.inputs)
         self._example = example
-        self._has_same_dtypes = [spec.dtype for spec in specs] == [spec.dtype for spec in example.inputs]
-        self._has_same_dtypes = self._has_same_dtypes and repr(plain) == repr(example.plain)
-        self._has_same_shapes = self._has_same_dtypes and specs == list(example.inputs)
-        self._has_same_rank = self._has_same_dtypes and not _may_squeeze(specs, example.inputs)
+        self._has_same_dtypes = likeness.has_same_dtypes and repr(plain) == repr(example.plain)
+        self._has_same_shapes = self._has_same_dtypes and specs == example.inputs
+        self._has_same_rank = self._has_same_dtypes and likeness.has_same_rank
         self._max_bytes = max_bytes
-        self._growth = _growth(specs, example.inputs)
-        self.reply_bytes = self.bound(_total_bytes(example.outputs))
-        self.decoding_bytes = self.bound_decoding(_total_bytes(example.outputs))
+        self._growth = likeness.growth
+        output_bytes = _total_bytes(example.outputs)
+        self.reply_bytes = self.bound(output_bytes)
+        self.decoding_bytes = self.bound_decoding(output_bytes)
 
     def bound(self, example_bytes: int) -> int:
         """Return the most bytes of a reply whose tensors have so many on the example."""
@@ -178,6 +180,25 @@ class ExpectedReply:
                 raise _unexpected(index, f"shape {spec.shape}", tensor)
 
 
+class _Likeness(NamedTuple):
+    """A comparison of inputs with those of the example.
+
+    Attributes:
+        has_same_rank: Whether the output has as many dimensions as that of the example.
+        growth: A bound of the growth of the output.
+    """
+
+    has_same_dtypes: bool
+    has_same_rank: bool
+    growth: float
+
+
+@lru_cache(1024)  # of most requests, the inputs are alike
+def _compare(specs: tuple[TensorSpec, ...], example: tuple[TensorSpec, ...]) -> _Likeness:
+    has_same_dtypes = [spec.dtype for spec in specs] == [spec.dtype for spec in example]
+    return _Likeness(has_same_dtypes, not _may_squeeze(specs, example), _growth(specs, example))
+
+
 def _unexpected(index: int, expected: str, tensor: Tensor) -> BadBoundary:
     return BadBoundary(
         f"the reply is not an output of this model: expected {expected} for tensor {index}, as on the example, got "
@@ -185,11 +206,12 @@ def _unexpected(index: int, expected: str, tensor: Tensor) -> BadBoundary:
     )
 
 
-def _total_bytes(specs: Sequence[TensorSpec]) -> int:
+@lru_cache(1024)
+def _total_bytes(specs: tuple[TensorSpec, ...]) -> int:
     return sum(stated_bytes(spec.shape, None, spec.dtype) for spec in specs)
 
 
-def _growth(specs: Sequence[TensorSpec], example: Sequence[TensorSpec]) -> float:
+def _growth(specs: tuple[TensorSpec, ...], example: tuple[TensorSpec, ...]) -> float:
     """Bound the growth of the output relative to the example.
 
     It grows with the bytes of the inputs and, as for attention matrices, once more with the longest dimension.

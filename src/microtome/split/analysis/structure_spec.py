@@ -120,6 +120,19 @@ def _tensor_tuple(count: int) -> StructureSpec:
     return StructureSpec(tuple(Slot("T", index) for index in range(count)), num_tensors=count, num_plain=0)
 
 
+def _are_positional_tensors(value: Any) -> bool:
+    """Whether a value is arguments `(args, kwargs)` of which all are tensors without keywords."""
+    if type(value) is not tuple or len(value) != 2 or type(value[0]) is not tuple:
+        return False
+    return type(value[1]) is dict and not value[1] and {Tensor}.issuperset(map(type, value[0]))
+
+
+@cache
+def _positional_tensors(count: int) -> StructureSpec:
+    template: Any = tuple(Slot("T", index) for index in range(count)), {}
+    return StructureSpec(template, num_tensors=count, num_plain=0)
+
+
 class TensorSpec(NamedTuple):
     """The shape and the dtype of a tensor."""
 
@@ -194,6 +207,8 @@ def flatten(
         return _TENSOR, [value], []
     if type(value) is tuple and {Tensor}.issuperset(map(type, value)):
         return _tensor_tuple(len(value)), list(value), []
+    if _are_positional_tensors(value):
+        return _positional_tensors(len(value[0])), list(value[0]), []
     tensors: list[Tensor] = []
     plain: list[Plain] = []
     states: list[Any] = []
