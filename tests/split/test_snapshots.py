@@ -135,7 +135,8 @@ def test_parts_at_paths_are_read_by_their_holders() -> None:
     cache.layers[1].keys = torch.zeros(1, 3)
     del cache.length
     changes = parts_at(cache, groups).describe_changes(paths, before)
-    assert [(change.path, change.item.kind) for change in changes] == [
+    assert list(changes) == [("layers", 1, "keys"), ("length",)]
+    assert [(change.path, change.item.kind) for change in changes.values()] == [
         (["layers", 1, "keys"], "placeholder"),
         (["length"], "removed"),
     ]

@@ -278,9 +278,8 @@ def _is_at(frame: FrameType, offsets: range) -> bool:
 
 def _is_read_anywhere(*, ignore: FrameType | None = None) -> bool:
     """Whether any thread is at one of the two reads or between them, where other code may run."""
-    return any(
-        frame is not ignore and _is_at(frame, _BOTH_READS) for stack in thread_stacks().values() for frame in stack
-    )
+    frames = [frame for stack in thread_stacks().values() for frame in stack if frame.f_code is WRAPPED_CALL]
+    return any(frame is not ignore and frame.f_lasti in _BOTH_READS for frame in frames)
 
 
 chain = CallbackChain()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from itertools import repeat
+from operator import is_
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -82,21 +84,22 @@ def frozen_copy(weight: Tensor, refuse: Callable[[Tensor], None]) -> Tensor:
 def copy_attributes(module: nn.Module) -> Attributes:
     """The attributes of a module, with copies of those that are containers, except torch's own."""
     values = dict(module.__dict__)
-    contents = {
-        name: copy_container(value)
-        for name, value in values.items()
-        if name not in TORCH_ATTRIBUTES and isinstance(value, CONTAINERS)
-    }
+    own = values.keys() - TORCH_ATTRIBUTES
+    contents = {name: copy_container(values[name]) for name in own if isinstance(values[name], CONTAINERS)}
     return Attributes(values, contents)
 
 
 def restore_attributes(module: nn.Module, before: Attributes, *, where: Callable[[Any], bool]) -> None:
     """Restore the attributes whose values now satisfy a predicate, except torch's own; delete those that are new."""
     values, contents = before
-    for name, value in list(module.__dict__.items()):
+    now = dict(module.__dict__)
+    is_same = len(now) == len(values) and all(map(is_, map(values.get, now, repeat(_MISSING)), now.values()))
+    if is_same and all(has_same_items(values[name], copied) for name, copied in contents.items()):
+        return  # as nearly always
+    for name, value in now.items():
         original = values.get(name, _MISSING)
         if value is original and (name not in contents or has_same_items(value, contents[name])):
-            continue  # as nearly always
+            continue
         if name in TORCH_ATTRIBUTES or not where(value):
             continue
         if original is _MISSING:

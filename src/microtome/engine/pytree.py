@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import is_dataclass
 from functools import cache
@@ -25,6 +24,9 @@ from microtome.engine.attributes import attributes_of, dict_of, fields_of
 from microtome.errors import Unsupported
 
 # -- node types --------------------------------------------------------------------------------------------------------
+
+
+_MISSING = object()
 
 
 class NodeType(NamedTuple):
@@ -59,8 +61,9 @@ def _rebuild_sequence(value: Any, children: list[Any]) -> Any:
 
 def _rebuild_dict(value: dict[Any, Any], children: list[Any]) -> Any:
     copied = copy.copy(value)
-    for key, child in zip(value, children, strict=True):  # not by `update`, which outputs of transformers refuse
-        copied[key] = child
+    for key, child in zip(value, children, strict=True):
+        if dict.get(copied, key, _MISSING) is not child:
+            copied[key] = child  # not by `update`, which outputs of transformers refuse
     return copied
 
 
@@ -101,14 +104,17 @@ RECORD = NodeType(
 _state_classes: ContextVar[tuple[type, ...]] = ContextVar("_state_classes", default=())
 
 
-@contextmanager
-def as_state(classes: tuple[type, ...]) -> Iterator[None]:
+class as_state:  # noqa: N801  a function to its callers, as those of contextlib
     """Treat the objects of these classes, such as a KV cache, as leaves in the block."""
-    token = _state_classes.set(classes)
-    try:
-        yield
-    finally:
-        _state_classes.reset(token)
+
+    def __init__(self, classes: tuple[type, ...]) -> None:
+        self._classes = classes
+
+    def __enter__(self) -> None:
+        self._token = _state_classes.set(self._classes)
+
+    def __exit__(self, *_: object) -> None:
+        _state_classes.reset(self._token)
 
 
 def state_classes() -> tuple[type, ...]:

@@ -122,6 +122,7 @@ class Session(SignalSafe[Any]):
         is_observed = self._probes.observe_backward or self._probes.observe_ops
         self._backward = bool(composite) or (is_observed if backward is None else backward)
         self._composite = frozenset(composite)
+        self._threads = self._make_threads()
         self._ops: OpDispatcher | None = None
         self._open: ExitStack | None = None
 
@@ -129,12 +130,16 @@ class Session(SignalSafe[Any]):
 
         def __enter__(self) -> Self: ...
 
+    def _make_threads(self) -> Threads:
+        return Threads(everywhere=self._other_threads == "observe")
+
     def _set_up(self) -> Self:
         if self._open is not None:
             raise SessionError("this session is already open: create one for each `with` block inside another")
         self_test.CALLS.ensure()
         chain.force_eager()
-        self._threads = Threads(everywhere=self._other_threads == "observe")
+        if not self._threads.is_unused:
+            self._threads = self._make_threads()
         self._owners = AutogradOwners(self._threads, self._index) if self._backward else None
         self._update_interventions()
         if self._probes.op or self._probes.op_begins or self._replace_op:
@@ -380,21 +385,21 @@ class Session(SignalSafe[Any]):
         self._threads.current().pending_intervention = None
         if self._open is None:
             return
-        _name_failed_call(call, error, self._failed_path(error) if self._index.ignored else None)
+        if isinstance(error, Exception) and not isinstance(error, MicrotomeError):  # not where a `Stop` ends a run
+            _name_failed_call(call, error, self._failed_path(error) if self._index.ignored else None)
         try:
             notify(self._probes.fail, "fail", call, error)
         except MicrotomeError as second:  # the error of the model takes precedence
             error.add_note(str(second))
 
 
-def _name_failed_call(call: Call, error: BaseException, inner: tuple[str, nn.Module] | None) -> None:
+def _name_failed_call(call: Call, error: Exception, inner: tuple[str, nn.Module] | None) -> None:
     """Add a note with the innermost call, which fails first, to an exception of the model.
 
     Args:
         inner: A module that failed inside the call, unobserved, and its path.
     """
-    is_named = any(note.startswith(_FAILED_CALL) for note in getattr(error, "__notes__", ()))
-    if is_named or isinstance(error, MicrotomeError) or not isinstance(error, Exception):
+    if any(note.startswith(_FAILED_CALL) for note in getattr(error, "__notes__", ())):
         return
     address, module = (call.address, call.module) if inner is None else inner
     where = f"the call {address!r}" if address else "the model itself"

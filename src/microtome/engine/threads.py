@@ -69,6 +69,12 @@ class Thread:
         self._prune_at = 64
         self._lock = threading.Lock()
 
+    @property
+    def is_unused(self) -> bool:
+        """Whether no run is open, and none is kept."""
+        is_open = self.run is not None or self.notified_call is not None or self.pending_intervention is not None
+        return not (is_open or self.in_backward or self.composites or self._recent or self._runs)
+
     def end(self, run: Run) -> None:
         self.run = run.outer
         if not run.calls:
@@ -127,6 +133,12 @@ class Threads:
         self.opener = self.local.state = self._new(tags=False)
         # The number of backwards that the opener runs.
         self._backwards = 0
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether this is as if it were new: this thread is the opener, nothing runs, and nothing was kept."""
+        is_alone = getattr(self.local, "state", None) is self.opener and len(self.alive) == 1 and not self._backwards
+        return is_alone and self.opener.is_unused
 
     def current(self) -> Thread:
         """The state of this thread."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from microtome.engine.fingerprint import named_weights
 from microtome.engine.module_state import replace_tensors, set_attribute
 from microtome.engine.selectors import named_modules
-from microtome.engine.torch_internals import own_buffers, own_parameters
+from microtome.engine.torch_internals import own_buffers, own_children, own_parameters
 from microtome.split.analysis.analysis import Analysis
 from microtome.split.cuts.crossing import Crossing
 
@@ -32,8 +32,12 @@ def weights_of(analysis: Analysis, begins: Crossing | None, ends: Crossing | Non
 
 def tensor_at(model: nn.Module, name: str) -> Tensor | None:
     """The parameter or buffer of this name."""
-    path, _, last = name.rpartition(".")
-    module = model.get_submodule(path)
+    *path, last = name.split(".")
+    module: nn.Module | None = model
+    for step in path:
+        module = None if module is None else own_children(module).get(step)
+    if module is None:  # it is no registered child, or there is none
+        module = model.get_submodule(".".join(path))
     parameter = own_parameters(module).get(last)
     return own_buffers(module).get(last) if parameter is None else parameter
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from enum import Enum
 from functools import cache
+from operator import is_
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -265,7 +266,8 @@ def check_same_call(
 def _has_arguments(signature: CallSignature, arguments: Arguments) -> bool:
     if signature.tensors != arguments.tensors:
         return False
-    return signature.plain is arguments.plain or repr(signature.plain) == repr(arguments.plain)
+    sent, plain = signature.plain, arguments.plain
+    return (len(sent) == len(plain) and all(map(is_, sent, plain))) or repr(sent) == repr(plain)
 
 
 def _match_flow(signatures: Sequence[CallSignature], indices: list[int], flow: Flow) -> list[int]:

@@ -85,6 +85,17 @@ class StructureSpec:
         """A digest of the structure."""
         return xxh3_64_hexdigest(self.text.encode())
 
+    @cached_property
+    def _call(self) -> tuple[tuple[Slot, ...], dict[str, Slot]] | None:
+        """The slots of arguments `(args, kwargs)` that are all leaves; None: it is another structure."""
+        template = self.template
+        if type(template) is not tuple or list(map(type, template)) != [tuple, dict]:
+            return None
+        args, kwargs = template
+        leaves = (*args, *kwargs.values())
+        are_slots = all(type(leaf) is Slot and leaf.count is None and leaf.kind != "A" for leaf in leaves)
+        return (args, kwargs) if are_slots else None
+
     def unflatten(
         self,
         tensors: list[Any],
@@ -99,6 +110,10 @@ class StructureSpec:
         if type(self.template) is tuple and self is _tensor_tuple(len(self.template)):
             return tuple(tensors)
         leaves = {"T": tensors, "S": plain, "N": arrays, "O": states}
+        if self._call is not None:
+            args, kwargs = self._call
+            named = {name: leaves[slot.kind][slot] for name, slot in kwargs.items()}
+            return tuple([leaves[slot.kind][slot] for slot in args]), named
         objects = cache(lambda: list(opaque_objects_in(arguments)))  # few structures refer to them
 
         def fill(leaf: Any) -> Any:

@@ -314,29 +314,31 @@ class BoundaryRecord(NamedTuple):
 
     def sent_names(self) -> Iterator[str]:
         """The name of a tensor for each time that the tail takes it from the boundary."""
-        for _, items in _item_lists(self):
+        for _, _, items in _item_lists(self):
             yield from (item.name for item in items if isinstance(item, SentTensor | StorageView))
 
 
-def _item_lists(record: BoundaryRecord) -> Iterator[tuple[str, Sequence[OutputItem | ContainerItem]]]:
-    """All lists of items, with their paths."""
-    yield ".inputs.tensors", record.inputs.tensors
+def _item_lists(
+    record: BoundaryRecord,
+) -> Iterator[tuple[str, tuple[int, ...], Sequence[OutputItem | ContainerItem]]]:
+    """All lists of items, with their paths: a format, and the numbers in it."""
+    yield ".inputs.tensors", (), record.inputs.tensors
     for number, call in enumerate(record.calls):
-        yield f".calls[{number}].outputs", call.outputs
+        yield ".calls[%d].outputs", (number,), call.outputs
         if call.written:
-            yield f".calls[{number}].written", [written.tensor for written in call.written]
+            yield ".calls[%d].written", (number,), [written.tensor for written in call.written]
         for index, container in enumerate(call.containers):
-            yield f".calls[{number}].containers[{index}].items", container.items
+            yield ".calls[%d].containers[%d].items", (number, index), container.items
     for number, draw in enumerate(record.draws):
-        yield f".draws[{number}].outputs", draw.outputs
+        yield ".draws[%d].outputs", (number,), draw.outputs
 
 
 def _invalid_items(record: BoundaryRecord) -> Iterator[str]:
     """Describe what has the right types and impossible values."""
-    for path, items in _item_lists(record):
+    for path, numbers, items in _item_lists(record):
         for position, item in enumerate(items):
             if not _is_possible(item, position):
-                yield f"{path}[{position}]: no tensor is {item!r:.200}"
+                yield f"{path % numbers}[{position}]: no tensor is {item!r:.200}"
     for number, call in enumerate(record.calls):
         for index, (keys, items) in enumerate(call.containers):
             if keys is not None and len(keys) != len(items):

@@ -93,6 +93,8 @@ def is_same_view(one: Tensor, other: Tensor) -> bool:
 
 def overlapping_names(tensors: Mapping[str, Tensor]) -> list[str]:
     """The names of tensors that may overlap another in memory: a write to one may change the other."""
+    if len(tensors) < 2:
+        return []
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for name, tensor in tensors.items():
         begin = int(tensor.storage_offset()) * tensor.itemsize

@@ -78,8 +78,8 @@ class Placeholder(Tensor):
     """
 
     _owner: str
-    location: ValueLocation | None
-    materialized: Tensor | None
+    location: ValueLocation | None = None
+    materialized: Tensor | None = None
 
     @staticmethod
     def __new__(
@@ -93,8 +93,8 @@ class Placeholder(Tensor):
     ) -> Self:
         placeholder: Self = make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=device)
         placeholder._owner = owner
-        placeholder.location = location
-        placeholder.materialized = None
+        if location is not None:
+            placeholder.location = location
         return placeholder
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ class ReceivedTensors:
         self._requires_grad = frozenset(record.requires_grad)
         self._budget = SizeBudget(boundary, schedule.example)
         self.is_limited = boundary.spare_bytes is not None
-        self._remaining_uses = Counter(record.sent_names()) if release else None
+        self._remaining_uses = _count(record.sent_names()) if release else None
         self._restored: dict[str, Tensor] = {}
         self._unmodified: list[tuple[str, Tensor, int]] = []
 
@@ -166,6 +166,13 @@ class ReceivedTensors:
         except RuntimeError as error:
             raise BadBoundary(f"{owner!r}: no tensor has shape {spec.shape!r:.80}: {describe_error(error)}") from error
         return _require_grad(placeholder) if spec.requires_grad else placeholder
+
+
+def _count(names: Iterable[str]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for name in names:  # few: a `Counter` takes longer to make
+        counts[name] = counts.get(name, 0) + 1
+    return counts
 
 
 def _as_strided(tensor: Tensor, item: StorageView | ArgumentView, offset: int, owner: str) -> Tensor:

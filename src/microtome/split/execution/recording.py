@@ -55,8 +55,8 @@ from microtome.split.execution.schedule import (
     SkippedCall,
     differs_from_example,
 )
-from microtome.split.state.contents import StateParts, changed_paths, has_same_value, parts_at, to_path
-from microtome.split.state.snapshot import StateSnapshot, digest_of_snapshots, format_path
+from microtome.split.state.contents import StateParts, changed_paths, has_same_value, parts_at
+from microtome.split.state.snapshot import Path, StateSnapshot, digest_of_snapshots, format_path
 from microtome.split.state.stage_state import StageState
 
 
@@ -88,6 +88,7 @@ class BoundaryRecorder:
         self._open: dict[Call, _OpenCall] = {}
         self._inputs: InputsRecord | None = None
         self._calls: list[SkippedCallRecord] = []
+        self._state_changes: set[Path] = set()  # that the records of calls describe
         self._enclosing: list[CallSignature] = []
         self._draws: list[DrawRecord] = []
         self._tensors: dict[str, Tensor] = {}
@@ -166,7 +167,9 @@ class BoundaryRecorder:
         if parts:
             after = _scheduled_parts(scheduled, arguments)
             for paths, old, new in zip(scheduled.state_paths, parts, after, strict=True):
-                states.append(tuple(new.describe_changes(paths, old)))
+                changes = new.describe_changes(paths, old)
+                self._state_changes.update(changes)
+                states.append(tuple(changes.values()))
         self._calls.append(
             SkippedCallRecord(signature, described, plain, tuple(written), tuple(containers), tuple(states))
         )
@@ -212,8 +215,7 @@ class BoundaryRecorder:
 
     def _check_states(self, states: list[StateSnapshot]) -> None:
         """Raise if a call changed a part of the state that it does not change on the example: the tail is not told."""
-        described = {to_path(change.path) for call in self._calls for changes in call.states for change in changes}
-        described |= self._schedule.glue_state_paths
+        described = self._state_changes | self._schedule.glue_state_paths
         for before, after in zip(self._before, states, strict=True):
             for path in changed_paths(before, after):
                 if path in described or path not in after or not isinstance(value := after[path].value, Tensor):

@@ -76,13 +76,13 @@ class StateParts(NamedTuple):
     values: list[Any]
     versions: list[Any]
 
-    def describe_changes(self, paths: Sequence[Path], before: StateParts) -> list[StateChange]:
-        """Describe those that changed since another time.
+    def describe_changes(self, paths: Sequence[Path], before: StateParts) -> dict[Path, StateChange]:
+        """Describe those that changed since another time, by path.
 
         Args:
             paths: The path of each part.
         """
-        changes: list[StateChange] = []
+        changes: dict[Path, StateChange] = {}
         gone: list[Path] = []
         written = set() if self.versions == before.versions else self._written_since(before)
         for path, value, old in zip(paths, self.values, before.values, strict=True):
@@ -94,9 +94,9 @@ class StateParts(NamedTuple):
             if value is MISSING:
                 gone.append(path)
             else:
-                changes.append(StateChange(_to_steps(path), describe_value(value, path)))
+                changes[path] = StateChange(_to_steps(path), describe_value(value, path))
         if gone:
-            changes += [removed_change(path) for path in reversed(gone) if path[:-1] not in gone]
+            changes |= {path: removed_change(path) for path in reversed(gone) if path[:-1] not in gone}
         return changes
 
     def _written_since(self, before: StateParts) -> set[int]:

@@ -7,8 +7,8 @@ once, and reading it again takes one look-up for each part.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import compress
-from operator import is_, is_not, ne
+from itertools import compress, repeat
+from operator import getitem, is_, is_not, ne
 from typing import Any, NamedTuple
 
 import torch
@@ -104,7 +104,9 @@ class StateLayout:
     def __init__(self, state: Any) -> None:
         self.paths: list[Path] = []
         self._types: list[type] = []
-        self._look_ups: list[tuple[Any, Any]] = []  # the items of a holder, and the key of the part
+        # Of each part but the first: the items of its holder, and its key there.
+        self._parents: list[Any] = []
+        self._steps: list[Any] = []
         self._holders: list[_Holder] = []
         self._state = state
         self._add(state, (), set())
@@ -148,14 +150,17 @@ class StateLayout:
         if items is None:
             return
         for key in keys if isinstance(items, dict) else range(keys):
-            self._look_ups.append((items, key))
+            self._parents.append(items)
+            self._steps.append(key)
             self._add(items[key], (*path, (key,) if items is value and cls is dict else key), visited)
 
     def read(self) -> list[Any] | None:
         """The values of all parts as they are now; None: the structure has changed."""
         try:
-            values = [self._state, *[items[key] for items, key in self._look_ups]]
-        except (KeyError, IndexError):
+            values = [self._state, *map(getitem, self._parents, self._steps)]
+            # As `dict_of`, without a call of a Python function for each object.
+            namespaces = list(map(object.__getattribute__, self._objects, repeat("__dict__")))
+        except (KeyError, IndexError, AttributeError):
             return None
         if list(map(type, values)) != self._types:
             return None
@@ -164,7 +169,7 @@ class StateLayout:
             and list(map(len, self._lists)) == self._lengths
             and list(map(list, self._dicts)) == self._keys
             and [list(map(type, items)) for items in self._typed_dicts] == self._key_types
-            and all(map(is_, map(dict_of, self._objects), self._namespaces))
+            and all(map(is_, namespaces, self._namespaces))
         )
         return values if is_same else None
 
