@@ -146,6 +146,11 @@ def test_the_server_may_own_the_loss_and_the_labels(at_server: bool) -> None:
         return cross_entropy(output, target[labels] if at_server else labels)
 
     with serving(there, loss=loss_of) as server, connect(here, server.address, at="1") as remote:
+        with pytest.raises(
+            RemoteError, match=r"the server computes the loss, and outputs do not leave it: call loss\(\)"
+        ):
+            remote(inputs)
+        remote.zero_grad()
         loss = remote.loss(inputs, torch.arange(6) if at_server else target)
         loss.backward()
         remote.step()
@@ -349,9 +354,9 @@ def test_a_checkpoint_that_cannot_be_written_ends_no_step_twice(
         monkeypatch.setattr(Checkpoints, "save", lambda *_: (_ for _ in ()).throw(BadFile("cannot write: disk full")))
         with pytest.raises(RemoteError, match="disk full"):
             train_step(remote)
-        with pytest.raises(SessionError, match="the server may have ended step 0: call step"):
+        with pytest.raises(SessionError, match="the server may have ended the step: call step"):
             remote.zero_grad()
-        with pytest.raises(SessionError, match="the server may have ended step 0: call step"):
+        with pytest.raises(SessionError, match="the server may have ended the step: call step"):
             remote(X)
         monkeypatch.setattr(Checkpoints, "save", save)
         remote.step()
@@ -359,6 +364,57 @@ def test_a_checkpoint_that_cannot_be_written_ends_no_step_twice(
         assert train_step(remote) == losses[1]
         there = run_of(server)._splitter.model.state_dict()
     assert all(one.equal(expected[name]) for name, one in there.items() if int(name[0]) > int(AT))
+
+
+def test_a_client_whose_checkpoint_cannot_be_written_steps_once(
+    restarting: Callable[..., Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from microtome.remote.training.checkpoints import Checkpoints
+
+    losses, expected, _ = train_undisturbed(2)
+    save = Checkpoints.save
+    here = build()
+    server = restarting()
+    with connect(here, server.address, checkpoint=tmp_path) as remote:
+        monkeypatch.setattr(Checkpoints, "save", lambda *_: (_ for _ in ()).throw(BadFile("cannot write: disk full")))
+        for again in (lambda: train_step(remote), remote.step):
+            with pytest.raises(BadFile, match="disk full"):
+                again()
+        with pytest.raises(SessionError, match="the server may have ended the step: call step"):
+            remote.zero_grad()
+        monkeypatch.setattr(Checkpoints, "save", save)
+        remote.step()
+        assert (remote.num_steps, [file.name for file in tmp_path.iterdir()]) == (1, ["step-00000001.safetensors"])
+        assert train_step(remote) == losses[1]
+    assert all(one.equal(expected[name]) for name, one in here.state_dict().items() if int(name[0]) <= int(AT))
+
+
+def test_both_sides_cannot_share_a_folder(restarting: Callable[..., Server], tmp_path: Path) -> None:
+    server = restarting(checkpoint=tmp_path)
+    with (
+        connect(build(), server.address, checkpoint=tmp_path) as remote,
+        pytest.raises(BadFile, match=r"has checkpoints of stage 1, .*; expected stage 0, .*: pass another folder"),
+    ):
+        train_step(remote)
+
+
+def test_weights_are_as_they_were_after_a_checkpoint_that_does_not_fit(
+    restarting: Callable[..., Server], tmp_path: Path
+) -> None:
+    def in_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.Adam([{"params": [one]} for one in parameters])
+
+    server = restarting()
+    with connect(build(), server.address, checkpoint=tmp_path) as remote:
+        train_step(remote)
+    for optimizer, message in (
+        (torch.optim.SGD, "expected the state of SGD in '.*', got that of Adam"),
+        (in_groups, r"expected \d groups of parameters of Adam in '.*', got 1"),
+    ):
+        here = build()
+        with pytest.raises(BadFile, match=message):
+            connect(here, server.address, optimizer=optimizer, checkpoint=tmp_path)
+        assert all(one.equal(here.state_dict()[name]) for name, one in build().state_dict().items())
 
 
 class Failing(torch.optim.SGD):
@@ -369,12 +425,34 @@ class Failing(torch.optim.SGD):
         raise RuntimeError("the optimizer failed")
 
 
+def connect_again(server: Server, **options: Any) -> Any:
+    """Connect a new client once the server knows that the last one has gone."""
+    until(lambda: run_of(server)._owner is None, 30)
+    return connect(build(), server.address, **options)
+
+
+def test_a_client_that_made_no_step_does_not_keep_others_from_training(tmp_path: Path) -> None:
+    losses, _, _ = train_undisturbed(1)
+    with serving(build(), checkpoint=tmp_path / "there") as server:
+        with connect(build(), server.address) as remote:
+            remote(X).sum().backward()
+        with connect_again(server) as remote:
+            assert [train_step(remote)] == losses
+        with pytest.raises(RemoteError, match=r"the server has step 1 of the run .*, and the client step 0 of the run"):
+            connect_again(server)
+
+
 def test_an_optimizer_that_fails_midway_ends_the_run() -> None:
-    with serving(build(), optimizer=Failing) as server, connect(build(), server.address) as remote:
-        with pytest.raises(RemoteError, match="the optimizer failed"):
-            train_step(remote)
-        with pytest.raises(RemoteError, match="no step of a run in common"):
-            remote.step()
+    with serving(build(), optimizer=Failing) as server:
+        with connect(build(), server.address) as remote:
+            with pytest.raises(RemoteError, match="the optimizer failed"):
+                train_step(remote)
+            with pytest.raises(
+                RemoteError, match=r"server has weights of no whole step, since its optimizer failed midway"
+            ):
+                remote.step()
+        with pytest.raises(RemoteError, match=r"the model trains with a cut at '2', got '0'"):
+            connect_again(server, at="0")
     with serving(build()) as server, connect(build(), server.address, optimizer=Failing) as remote:
         with pytest.raises(RuntimeError, match="the optimizer failed"):
             train_step(remote)
@@ -388,7 +466,7 @@ def test_an_optimizer_that_fails_midway_ends_the_run() -> None:
 def test_what_backwards_need_is_bounded_and_freed() -> None:
     here, there = build(), build()
     buffers = {name: buffer.clone() for name, buffer in there.named_buffers()}
-    with serving(there, train_memory="6KB") as server, connect(here, server.address) as remote:
+    with serving(there, train_memory="64KB") as server, connect(here, server.address) as remote:
         run = run_of(server)
         output = remote(X)
         one = run.nbytes
@@ -396,10 +474,10 @@ def test_what_backwards_need_is_bounded_and_freed() -> None:
         assert one > 6 * 4 * (8 + 4) + 4 * 6 * 8 * 4
         output.sum().backward()
         assert run.nbytes == 0
-        for _ in range(6144 // one):
+        for _ in range(64000 // one):
             remote(X)
         with pytest.raises(
-            RemoteError, match=r"would be kept for the backward, and the server keeps 5.86 KiB: raise train_memory="
+            RemoteError, match=r"would be kept for the backward, and the server keeps 62.5 KiB: raise train_memory="
         ) as info:
             remote(X)
         assert info.value.kind == "TOO_LARGE"
@@ -412,6 +490,14 @@ def test_what_backwards_need_is_bounded_and_freed() -> None:
         assert run.nbytes > 0
     until(lambda: run.nbytes == 0, 30)
     assert all(buffer.equal(buffers[name]) for name, buffer in there.named_buffers())
+
+
+def test_graphs_of_empty_batches_count_as_memory() -> None:
+    with serving(build(), train_memory="64KB") as server, connect(build(), server.address) as remote:
+        remote(X[:0])
+        assert run_of(server).nbytes >= 4 * 1024  # of a linear layer alone: addmm, its transposed weight, two leaves
+        with pytest.raises(RemoteError, match="would be kept for the backward"):
+            [remote(X[:0]) for _ in range(64)]
 
 
 def test_what_a_silent_client_left_expires_and_its_step_is_repeated() -> None:
@@ -463,7 +549,9 @@ def test_the_same_modules_are_in_training_mode_on_both_sides(module: str) -> Non
     other = blocks()
     other.get_submodule(module).eval()
     with serving(other) as server:
-        with pytest.raises(RemoteError, match=r"expected the same modules in training mode on both sides, got 17 here an"):
+        with pytest.raises(
+            RemoteError, match=r"expected the same modules in training mode on both sides, got 17 here an"
+        ):
             connect(blocks(), server.address, at="1")
         with connect(other, server.address, at="1") as remote:
             remote(X)

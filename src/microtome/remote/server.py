@@ -252,7 +252,7 @@ def serve(
             requests: a function that makes the optimizer from the parameters of the tail, such as
             `lambda parameters: torch.optim.Adam(parameters, lr=1e-3)`.
         loss: Computes the loss from the output of the model and what clients pass as labels, so that outputs do not
-            leave the server.
+            leave the server: it answers no forwards without their loss.
         checkpoint: The folder where the weights of the tail and the state of the optimizer are saved after every
             `checkpoint_every` steps. A server that is started again continues from there.
         train_memory: The most bytes that are kept for backwards, such as `"8GB"`.

@@ -16,6 +16,7 @@ from microtome.errors import BadFile, Unsupported, describe_error
 from microtome.files.reading import File, translate_read_errors
 from microtome.files.tensors import read_metadata, read_tensors, write_tensors
 from microtome.files.writing import translate_write_errors
+from microtome.units import plural
 
 _NAME = re.compile(r"step-([0-9]{8,})\.safetensors")
 #: How many checkpoints are kept: a side may be one behind the other.
@@ -89,11 +90,12 @@ class Checkpoints:
         if (got := {name: (value.shape, value.dtype) for name, value in values.items()}) != expected:
             different = next(name for name in {**expected, **got} if expected.get(name) != got.get(name))
             raise BadFile(f"{str(file)!r} does not fit the model: {different!r} differs, or is in one of them alone")
+        if optimizer is not None:  # first: it refuses what does not fit, and the weights are then as they were
+            with translate_read_errors(f"the checkpoint {str(file)!r}"):
+                _restore_optimizer(optimizer, state, tensors, str(file))
         with torch.no_grad():
             for name, weight in weights.items():
                 weight.copy_(values[name])
-        if optimizer is not None:
-            _restore_optimizer(optimizer, state, tensors, str(file))
 
     def delete_after(self, step: int) -> None:
         """Delete the checkpoints of later steps, from which this run does not go on."""
@@ -140,6 +142,11 @@ def _restore_optimizer(optimizer: Optimizer, state: dict[str, Any], tensors: dic
     name = type(optimizer).__name__
     if state.get("kind") != name:
         raise BadFile(f"expected the state of {name} in {file!r}, got that of {state.get('kind') or 'no optimizer'}")
+    if len(state["groups"]) != len(optimizer.param_groups):
+        raise BadFile(
+            f"expected {plural(len(optimizer.param_groups), 'group')} of parameters of {name} in {file!r}, got "
+            f"{len(state['groups'])}"
+        )
     restored: dict[int, dict[str, Any]] = {int(index): dict(own) for index, own in state["numbers"].items()}
     for key, tensor in tensors.items():
         if key.startswith(_STATE):

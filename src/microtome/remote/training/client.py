@@ -81,7 +81,7 @@ class RemoteTraining:
         self._failure: str | None = None  # why the present step cannot be ended
         self._epoch = 0  # changes when the actions so far are done with
         self._is_ending = False  # the server may have ended the present step
-        self._is_ended = False  # it has
+        self._is_ended = self._is_applied = False  # it has; the optimizer here has stepped, too
         self._is_attached = False
         self._server_step = 0
         self._server_keeps = self._saves = False
@@ -149,7 +149,7 @@ class RemoteTraining:
     def step(self, *, client: bool = True, server: bool = True) -> None:
         """End the step: step the optimizers of both sides, and drop the gradients.
 
-        If this raises because the server is down, call it again: the server steps once.
+        If this raises because the server is down or a checkpoint cannot be written, call it again: both step once.
 
         Args:
             client: Step the optimizer here; False: drop the gradients of the head.
@@ -166,10 +166,12 @@ class RemoteTraining:
             self._is_ending = True
             self._saves = self._until_answered(lambda: self._apply(skip=not server)) or not self._server_keeps
             self._is_ended = True
-        self._side.apply(skip=not client)
-        self._forget()
+        if not self._is_applied:
+            self._side.apply(skip=not client)
+            self._is_applied = True
         if self._saves:
             self._side.save()
+        self._forget()
 
     def zero_grad(self) -> None:
         """Drop what the present step has done on both sides, and begin it again."""
@@ -265,13 +267,11 @@ class RemoteTraining:
         self._actions.clear()
         self._epoch += 1
         self._failure = None
-        self._is_ending = self._is_ended = False
+        self._is_ending = self._is_ended = self._is_applied = False
 
     def _check_not_ending(self) -> None:
         if self._is_ending:
-            raise SessionError(
-                f"the server may have ended step {self._side.step}: call step() again, which ends it on both sides"
-            )
+            raise SessionError("the server may have ended the step: call step() again, which ends it on both sides")
 
     def _check_whole(self) -> None:
         if self._failure is not None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from microtome.engine.fingerprint import modes_fingerprint
-from microtome.engine.saved_tensors import saved_bytes
+from microtome.engine.saved_tensors import graph_bytes, saved_bytes
 from microtome.errors import BadQuery, MicrotomeError, NoMatch, RemoteError, Unsupported
 from microtome.files.reading import File
 from microtome.remote.error_kinds import NoSession, TooLarge
@@ -114,7 +114,7 @@ class TrainingRun:
             if self._owner not in (None, owner) and not is_same:
                 raise RemoteError("another client trains the model: connect when it is done", "BUSY")
             self._drop()
-            if tail is None or (self.at != at and not tail.step and not tail.saved_steps):
+            if tail is None or (self.at != at and tail.step == 0 and not tail.saved_steps):
                 tail = self._tail = self._make_tail(at)
             if self.at != at:
                 raise RemoteError(f"the model trains with a cut at {self.at!r}, got {at!r:.200}", "LOST")
@@ -133,6 +133,8 @@ class TrainingRun:
             number: That of the action; 0 begins the step anew.
             seed: Of the random numbers that it draws.
         """
+        if labels is None and self.options.loss is not None:
+            raise BadQuery("the server computes the loss, and outputs do not leave it: call loss() with the labels")
         with self._action(owner, step, number) as tail:
             stage, spec = tail.stage, tail.stage.spec
             output = self._run(tail, boundary, seed, labels)
@@ -146,7 +148,8 @@ class TrainingRun:
             packed.facts["requires_grad"] = list(tensors)
             weights = (*stage.model.parameters(), *stage.model.buffers())
             crossing = (*boundary.tensors.values(), *packed.tensors.values())
-            nbytes = boundary.nbytes + packed.nbytes + saved_bytes(tensors.values(), (*weights, *crossing))
+            kept = graph_bytes(tensors.values()) + saved_bytes(tensors.values(), (*weights, *crossing))
+            nbytes = boundary.nbytes + packed.nbytes + kept
             if self.nbytes + nbytes > self.options.nbytes:
                 raise TooLarge(
                     f"{size(self.nbytes + nbytes)} would be kept for the backward, and the server keeps "
@@ -211,15 +214,16 @@ class TrainingRun:
             stages = self._splitter.at(at)
         except (Unsupported, BadQuery, NoMatch) as error:
             raise NoMatch(f"the model cannot be trained across the cut at {at!r:.200}: {error}") from error
+        tail = TrainedStage(stages[1], self.options.optimizer, self._checkpoints)
         self.at = at
-        return TrainedStage(stages[1], self.options.optimizer, self._checkpoints)
+        return tail
 
     def _join(self, tail: TrainedStage, run: str, steps: Sequence[int]) -> None:
         """Go to the last step that both sides have of a run."""
         saved_run = tail.read_run()
         here = {*tail.saved_steps} if run == saved_run else set()
         own = tail.run or saved_run
-        if tail.step is not None and (tail.run == run or (own is None and not tail.step)):
+        if tail.step is not None and (tail.run == run or (saved_run is None and tail.step == 0)):
             here.add(tail.step)
         step = common_step(here, steps)
         if step is None:
@@ -286,4 +290,6 @@ class TrainingRun:
 
 def _describe(run: str | None, tail: TrainedStage) -> str:
     steps = sorted({*tail.saved_steps, *(() if tail.step is None or not tail.run else (tail.step,))})
+    if tail.step is None and not steps:
+        return "weights of no whole step, since its optimizer failed midway"
     return f"step {' or '.join(map(str, steps[-3:]))} of the run {run:.8}" if run and steps else "step 0 of a new run"

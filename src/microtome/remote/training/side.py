@@ -100,8 +100,16 @@ class TrainedStage:
         self.step = step + 1
 
     def save(self) -> None:
-        """Write a checkpoint unless there is one of this step."""
-        if self._checkpoints is not None and self.step is not None and self.step not in self._checkpoints.steps():
+        """Write a checkpoint unless there is one of this step.
+
+        Raises:
+            BadFile: It cannot be written, or the one that is there is that of another side or model.
+        """
+        if self._checkpoints is None or self.step is None:
+            return
+        if self.step in self._checkpoints.steps():
+            self.read_run()
+        else:
             self._checkpoints.save(self.step, self._saved_run(self.run), self._weights, self.optimizer)
 
     def go_to(self, step: int) -> None:
