@@ -34,8 +34,13 @@ ROOT = Path(microtome.__file__).parent
 #: Files outside `devices` that contain the word, and why.
 EXCEPTIONS = {
     "cli/options/model.py": "help of --device",
+    "cli/usage_errors.py": "a hint for the options --cuda and --gpu of other tools",
     "compat/tracr/settings.py": "an example in an error about tracr's configuration",
     "engine/meta_tensors.py": "the names of `torch.Tensor`'s flags of devices, such as `is_cuda`",
+    "remote/training/server_run.py": "`fork_rng` takes no type of device for the CPU alone",
+    "scale/ray/options.py": "what Ray reserves as num_gpus is a CUDA device",
+    "scale/ray/profiles.py": "what Ray reserves as num_gpus is a CUDA device",
+    "scale/ray/worker.py": "what Ray reserves as num_gpus is a CUDA device",
     "split/analysis/signature.py": "device strings in a serialized signature",
 }
 

@@ -122,6 +122,7 @@ BREAKS: dict[str, tuple[Callable[[], None], str]] = {
     "UntypedStorage._cdata": (replaced(torch.UntypedStorage, "_cdata", property(lambda _: 1)), "extract"),
     "torch._C._storage_Use_Count": (replaced(C, "_storage_Use_Count", lambda _: 2), "extract"),
     "Tensor._version": (replaced(torch.Tensor, "_version", property(lambda _: 0)), "extract"),
+    "Tensor._is_view": (replaced(torch.Tensor, "_is_view", lambda _: False), "extract"),
     "Tensor._make_wrapper_subclass": (
         replaced(torch.Tensor, "_make_wrapper_subclass", staticmethod(lambda *_, **__: torch.ones(1))),
         "extract",

@@ -113,7 +113,8 @@ def test_a_reader_remembers_few_layouts() -> None:
 @given(calls)
 def test_positional_tensors_are_flattened_as_other_arguments_are(call: Any) -> None:
     args = tuple(value for value in call[0] if isinstance(value, Tensor))
-    for arguments in (call, (args, {}), (args, call[1])):
+    variants: list[Any] = [call, (args, {}), (args, call[1])]
+    for arguments in variants:
         with as_state((Memory,)), pytest.MonkeyPatch.context() as patch:
             spec, tensors, plain = flatten(arguments, arrays=[])
             patch.setattr(structure_spec, "_are_positional_tensors", lambda _: False)

@@ -207,7 +207,10 @@ def test_the_command_writes_programs_beside_the_stages(tmp_path: Path) -> None:
     for index in range(2):
         file = tmp_path / "parts" / f"stage{index}.pt2"
         assert re.search(
-            rf"^{re.escape(str(file))}: \S+ KiB, bit-equal; (layer1\[1\] is fixed: 8 for all inputs of the model; )?x\[1\] is fixed: ", result.output, re.MULTILINE
+            rf"^{re.escape(str(file))}: \S+ KiB, bit-equal; (layer1\[1\] is fixed: 8 for all inputs of the model; )?"
+            r"x\[1\] is fixed: ",
+            result.output,
+            re.MULTILINE,
         )
         assert file.exists()
     refused = CliRunner().invoke(main, [*words[:-1], "zip"])

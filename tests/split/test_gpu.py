@@ -12,9 +12,9 @@ from torch import nn
 
 import microtome as mt
 from microtome import zoo
+from microtome.devices.pinned_memory import CHUNK
 from microtome.engine.fingerprint import weights_fingerprint
 from microtome.errors import BadBoundary
-from microtome.files.pinned_memory import CHUNK
 from tests.split.test_random_replay import Encoder
 from tests.split.test_stages import same
 

@@ -10,8 +10,8 @@ import xxhash
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from microtome.devices.pinned_memory import needs_staging, read_chunks
 from microtome.engine.selectors import named_modules
-from microtome.files.pinned_memory import read_chunks
 from microtome.files.tensors import memory_of
 
 #: Tensors from so many bytes on are not read again while their checksum is the same.
@@ -93,7 +93,7 @@ def _digest_values(model: nn.Module) -> str:
 def _digest_tensor(tensor: Tensor) -> bytes:
     """The digest of a tensor's values; of a large one on a GPU, it is kept as long as the checksum stays the same."""
     plain = tensor.detach().contiguous()
-    if not tensor.is_cuda or tensor.nbytes < _MIN_KEPT_BYTES:
+    if not needs_staging(tensor) or tensor.nbytes < _MIN_KEPT_BYTES:
         return _digest_memory(plain)
     checksum = _checksum(plain)
     kept = _digests.get(tensor)

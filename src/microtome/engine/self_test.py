@@ -254,6 +254,7 @@ CALLS = SelfTest(
         "UntypedStorage._cdata": self_test_ops.identifies_storages,
         "torch._C._storage_Use_Count": self_test_ops.counts_references,
         "Tensor._version": self_test_ops.counts_mutations,
+        "Tensor._is_view": self_test_ops.recognizes_views,
         "Tensor._make_wrapper_subclass": self_test_ops.wraps_tensors,
     }
 )

@@ -27,7 +27,31 @@ _COMMON: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class DeployOptions:
-    """The options of `microtome.scale.ray.deploy`, where they are documented."""
+    """The options of `microtome.scale.ray.deploy`.
+
+    `replicas`, `autoscaling`, `num_cpus`, `num_gpus` and `resources` may be lists with one value for each stage that is
+    deployed.
+
+    Attributes:
+        model: A class or function that builds the model of a folder.
+        inputs: Example inputs for a folder, which batching needs.
+        only: The stages to deploy, in a row: their numbers, or the cuts where they begin. None: all. Clients run those
+            before them and, if the last one is left out, those after them.
+        replicas: The replicas of each stage.
+        autoscaling: The fewest and the most replicas of a stage, in place of `replicas`; Ray Serve chooses by the load.
+        batch: The most requests that a replica of the last stage of the model computes together, if no output depends
+            on another request. Outputs then equal those of each request alone to the precision of the kernels.
+        batch_window: How long the first request of a batch waits for others.
+        num_cpus: The CPUs that Ray reserves for each replica; `num_gpus`: the GPUs, of which a fraction is allowed, and
+            on which the stage then runs; `resources`: others, by name.
+        listen: The address on which an ingress listens, on the node where it runs; port 0 picks a free one.
+        ingresses: The number of gRPC servers; with a port other than 0, each on a node of its own.
+        ingress_resources: Resources that the nodes of ingresses must have, such as `{"edge": 0.01}`.
+        tls_cert: As for `mt.serve`, as are `tls_key`, `client_ca`, `token` and `max_message`. The files are at the same
+            path here and on the nodes of the ingresses.
+        retry: How long a request is sent again after a replica died, or waits for one, before the client is told that
+            none can be reached.
+    """
 
     model: Callable[[], nn.Module] | None = None
     inputs: Any = None

@@ -56,26 +56,7 @@ def deploy(stages: Stages | str | Path, *, name: str = "microtome", **options: A
         stages: The stages of `mt.split`, whose weights go through Ray's object store, and stay there while this process
             lives; or a folder of `Stages.save` that all nodes see at the same path.
         name: The name of the application.
-        options: The following ones. `replicas`, `autoscaling`, `num_cpus`, `num_gpus` and `resources` may be lists with
-            one value for each stage that is deployed.
-        model: A class or function that builds the model of a folder.
-        inputs: Example inputs for a folder, which batching needs.
-        only: The stages to deploy, in a row: their numbers, or the cuts where they begin. None: all. Clients run those
-            before them and, if the last one is left out, those after them.
-        replicas: The replicas of each stage.
-        autoscaling: The fewest and the most replicas of a stage, in place of `replicas`; Ray Serve chooses by the load.
-        batch: The most requests that a replica of the last stage of the model computes together, if no output depends
-            on another request. Outputs then equal those of each request alone to the precision of the kernels.
-        batch_window: How long the first request of a batch waits for others.
-        num_cpus: The CPUs that Ray reserves for each replica; `num_gpus`: the GPUs, of which a fraction is allowed, and
-            on which the stage then runs; `resources`: others, by name.
-        listen: The address on which an ingress listens, on the node where it runs; port 0 picks a free one.
-        ingresses: The number of gRPC servers; with a port other than 0, each on a node of its own.
-        ingress_resources: Resources that the nodes of ingresses must have, such as `{"edge": 0.01}`.
-        tls_cert: As for `mt.serve`, as are `tls_key`, `client_ca`, `token` and `max_message`. The files are at the same
-            path here and on the nodes of the ingresses.
-        retry: How long a request is sent again after a replica died, or waits for one, before the client is told that
-            none can be reached.
+        options: Those of `DeployOptions`.
 
     Raises:
         BadQuery: An option is invalid, or the cluster has less than the replicas need.

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_digest, xxh3_128_digest
 
+from microtome.devices.pinned_memory import write_chunks
 from microtome.errors import BadBoundary, NotInstalled, describe_error
-from microtome.files.pinned_memory import write_chunks
 from microtome.files.tensors import memory_of, use_huge_pages
 from microtome.split.boundary.codecs import COMPRESSORS, CodedTensor, dequantize, is_coded_dtype, scale_dtype
 from microtome.split.boundary.serialization import (

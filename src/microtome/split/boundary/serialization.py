@@ -33,9 +33,9 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_digest, xxh3_128_digest
 
+from microtome.devices.pinned_memory import read_chunks
 from microtome.engine.composite_ops import is_meta_or_fake
 from microtome.errors import BadBoundary, describe_error
-from microtome.files.pinned_memory import read_chunks
 from microtome.files.tensors import memory_of
 from microtome.split.boundary.codecs import COMPRESSORS, Codec, parse_codec
 from microtome.split.boundary.tensor_bytes import (

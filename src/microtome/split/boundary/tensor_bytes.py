@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128_digest
 
-from microtome.files.pinned_memory import copy_to_device
+from microtome.devices.pinned_memory import copy_to_device, needs_staging
 from microtome.files.tensors import resolve_lazy_bits, use_huge_pages, view_memory
 
 #: Bytes that are copied and hashed together: few enough that the hash still finds them in the CPU's cache.
@@ -116,7 +116,7 @@ def copy_strided(
         for size, stride in zip(target.shape, target.stride(), strict=True):
             indices = indices.unsqueeze(-1) + torch.arange(size, device=memory.device) * stride
         memory[indices] = source.to(memory.device)
-    elif target.is_cuda and source.is_cpu and source.numel() and target.stride() == source.stride():
+    elif needs_staging(target) and source.is_cpu and target.stride() == source.stride():
         copy_to_device(target, source)
     else:
         target.copy_(source)

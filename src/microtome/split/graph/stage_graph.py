@@ -37,7 +37,7 @@ class StageGraph(NamedTuple):
         dtypes: The dtypes that it accepts.
         plain: The numbers and strings of the model's output; None: some depend on shapes.
         order: The positions among the outputs of the last stage, of each tensor in the model's output.
-        static: Why sizes are fixed, by dimension of a tensor of `inputs` or of an argument of the model, such as `x[0]`.
+        static: Why sizes are fixed, by dimension of a tensor of `inputs` or of the model's arguments, such as `x[0]`.
     """
 
     module: fx.GraphModule

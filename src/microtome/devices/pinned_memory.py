@@ -16,9 +16,14 @@ from microtome.files.tensors import memory_of
 CHUNK = 1 << 25
 
 
+def needs_staging(tensor: Tensor) -> bool:
+    """Whether the bytes of a tensor are copied through pinned memory."""
+    return tensor.is_cuda and tensor.numel() > 0
+
+
 def read_chunks(tensor: Tensor) -> Iterator[memoryview]:
     """Yield the bytes of a dense tensor in the order of memory; a view is valid until the next one is asked for."""
-    if not tensor.is_cuda or not tensor.numel():
+    if not needs_staging(tensor):
         yield memory_of(tensor.detach().cpu())
         return
     source = _bytes_of(tensor)
@@ -37,7 +42,7 @@ def read_chunks(tensor: Tensor) -> Iterator[memoryview]:
 
 def write_chunks(tensor: Tensor) -> Iterator[memoryview]:
     """Yield memory for the bytes of a dense tensor, in order; what was written is copied when the next is asked for."""
-    if not tensor.is_cuda or not tensor.numel():
+    if not needs_staging(tensor):
         yield memory_of(tensor)
         return
     for buffer in _write_buffers(_bytes_of(tensor)):
