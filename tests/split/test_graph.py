@@ -209,6 +209,62 @@ def test_a_static_graph_accepts_the_shapes_of_the_example_alone() -> None:
     assert set(graph.meta["static"].values()) == {"dynamic=False"}
 
 
+class OtherForOneRow(Branching):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        if x.shape[0] == 1:  # a graph for other sizes does not have this branch
+            y = y * 2
+        output: Tensor = self.second(y)
+        return output
+
+
+def test_a_graph_that_does_not_compute_the_example_has_its_sizes() -> None:
+    model = OtherForOneRow().eval()
+    x = torch.randn(1, 4)
+    head, tail = mt.split(model, x, at="first")
+    graph = tail.graph()
+    assert graph.meta["verified"] == "bit-equal"
+    assert graph.meta["shapes"] == "first[1, 4]"
+    assert graph.meta["static"]["x[0]"].startswith("the graph of stage 1 returns outputs that differ by ")
+    assert graph(head(x).tensors["first"])["output"].equal(model(x))
+    assert head.graph().meta["shapes"] == "x[s0, 4]"
+    assert mt.split(model, torch.randn(2, 4), at="first")[1].graph().meta["shapes"] == "first[s0, 4]"
+
+
+def test_fewer_sizes_are_symbols_where_a_graph_is_rejected() -> None:
+    model, x = zoo.build("tiny-resnet")
+    head = mt.split(model, x, at="layer1")[0]
+    reasons: Iterator[str | None] = iter(["too many", "still too many"])
+    rejected = capture_stage(head, reject=lambda _: next(reasons))
+    assert rejected.shapes.describe() == "x[2, 3, 32, 32]"
+    assert set(rejected.static.values()) == {"still too many"}
+    reasons = iter(["too many", None])
+    batch = capture_stage(head, reject=lambda _: next(reasons))
+    assert batch.shapes.describe() == "x[s0, 3, 32, 32]"
+    assert batch.static == dict.fromkeys(["x[1]", "x[2]", "x[3]"], "too many")
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Identity(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        z = nn.functional.scaled_dot_product_attention(y, y, y)
+        output: Tensor = self.second(z.transpose(1, 2).reshape(len(x), -1, 8))
+        return output
+
+
+def test_fused_attention_in_a_graph_takes_other_strides() -> None:
+    model, x = Attention().eval(), torch.randn(2, 2, 16, 4)
+    graphs = [stage.graph() for stage in mt.split(model, x, at="first")]
+    other = torch.randn(2, 2, 4, 16).transpose(2, 3)  # the kernel for x would read other memory
+    for image in (x, other):
+        (output,) = graphs[1](*graphs[0](image).values()).values()
+        assert output.equal(model(image))
+
+
 def test_what_cannot_be_a_graph_is_refused() -> None:
     writer, ids = zoo.build("tiny-writer")
     model, _ = build_language_model("llama")

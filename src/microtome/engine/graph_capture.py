@@ -19,6 +19,7 @@ from microtome.engine.torch_internals import make_fx
 from microtome.errors import MicrotomeError, Unsupported, describe_error
 from microtome.inputs import Inputs
 
+_aten = torch.ops.aten
 #: The folders whose code is not the user's.
 _LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 
@@ -69,10 +70,29 @@ def capture_run(
             raise
         except Exception as error:  # whatever the code of the model or of an operator raises on fake tensors
             raise Unsupported(f"{_describe_place(error)}{describe_error(error).splitlines()[0]:.300}") from error
+        _generalize(functional.graph)
         targets = {str(node.target) for node in functional.graph.nodes if node.op == "get_attr"}
         constants = {target: getattr(functional, target) for target in sorted(targets)}
         weights = {target: names[id(tensor)] for target, tensor in constants.items() if id(tensor) in names}
     return CapturedRun(functional, weights)
+
+
+def _generalize(graph: fx.Graph) -> None:
+    """Replace what was chosen for the strides of this run, which may be others where the graph runs.
+
+    The kernel of fused attention reads memory out of bounds where strides do not suit it, and a view is an error.
+    """
+    for node in graph.find_nodes(op="call_function", target=_aten.view.default):
+        node.target = _aten.reshape.default
+    chosen, general = _aten._scaled_dot_product_flash_attention_for_cpu.default, _aten.scaled_dot_product_attention
+    for node in graph.find_nodes(op="call_function", target=chosen):
+        outputs = {user.args[1]: user for user in node.users}  # the second one is for the backward
+        with graph.inserting_before(node):
+            arguments = zip(("query", "key", "value", "dropout_p", "is_causal"), node.args, strict=False)
+            attention = graph.call_function(general.default, kwargs={**dict(arguments), **node.kwargs})
+        attention.meta = dict(outputs[0].meta)
+        outputs[0].replace_all_uses_with(attention)
+    graph.eliminate_dead_code()
 
 
 def _describe_place(error: Exception) -> str:

@@ -131,14 +131,17 @@ class Stage:
 
         It has only the stage's own weights, under their names in the model. It takes the tensors of the boundary before
         the stage, or those among the model's arguments, by position, and returns those after it in a dict by name.
-        `graph.meta` has the names of the inputs and outputs, the shapes that it accepts, and which sizes are fixed to
-        those of the example, with the reason. It does not check the shapes.
+        `graph.meta` has the names of the inputs and outputs, the shapes that it accepts, which sizes are fixed to those
+        of the example, with the reason, and as `"verified"` how its outputs on the example compare with the stage's.
+        Sizes are also fixed where a graph for others does not compute the example bit for bit, since these lead to
+        other kernels. It does not check the shapes.
 
         Args:
             dynamic: Accept other batch sizes and lengths, where the model's code allows it.
 
         Raises:
-            Unsupported: The control flow depends on values; the message names the line.
+            Unsupported: The control flow depends on values; the message names the line. Or the outputs on the example
+                differ by more than rounding.
 
         >>> import microtome as mt
         >>> from microtome import zoo
@@ -151,9 +154,9 @@ class Stage:
         >>> boundary["stem"].equal(head(torch.ones(3, 3, 40, 48)).tensors["stem"])
         True
         """
-        from microtome.split.graph.stage_graph import capture_stage  # imports sympy
+        from microtome.split.graph.stage_graph import capture_exact  # imports sympy
 
-        return capture_stage(self, dynamic=dynamic).module
+        return capture_exact(self, dynamic=dynamic).module
 
     def compile(self, *, backend: str = "inductor", dynamic: bool = True, example: Any = None, **options: Any) -> Stage:
         """Return the stage with its graph compiled: faster, with the same boundaries.

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import json
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from microtome.engine.pytree import tensors_in
 from microtome.errors import BadQuery, MicrotomeError, Unsupported, describe_error
 from microtome.files.reading import File
 from microtome.files.types import to_plain
@@ -32,8 +30,8 @@ from microtome.split.graph.exported_stage import (
     structure_digest,
 )
 from microtome.split.graph.onnx_names import name_sizes, name_values
-from microtome.split.graph.runtimes import METADATA, import_runtime, run_executorch, run_onnx
-from microtome.split.graph.stage_graph import StageGraph, capture_stage, example_of
+from microtome.split.graph.runtimes import METADATA, Run, import_runtime, run_executorch, run_onnx
+from microtome.split.graph.stage_graph import StageGraph, capture_stage, example_of, run_example
 from microtome.split.stage import Stage
 
 #: The opset of ONNX files.
@@ -46,8 +44,7 @@ _METADATA_FILE = "stage.json"
 def export_stage(stage: Stage, file: File, *, dynamic: bool = True, example: Any = None) -> ExportedStage:
     """Capture, write, load again and compare a stage; see `Stage.export`."""
     path = Path(file)
-    writer = _WRITERS.get(path.suffix)
-    if writer is None:
+    if path.suffix not in _WRITERS:
         raise BadQuery(f"expected a file that ends in {', '.join(_WRITERS)}, got {str(file)!r}")
     example = example_of(stage) if example is None else example
     if example is None:
@@ -55,35 +52,48 @@ def export_stage(stage: Stage, file: File, *, dynamic: bool = True, example: Any
             "an exported stage is compared with the stage before it is written, on an example: the weights before the "
             "stage are not here, so pass the boundary of an example as example="
         )
-    graph = capture_stage(stage, dynamic=dynamic and path.suffix != ".pte")
-    tensors = _tensors(graph, stage, example)
-    details = _describe(stage, graph, path.suffix)
-    text = json.dumps(to_plain(details, compact=True))
-    with _quiet():
+    expected, tensors = run_example(stage, example if isinstance(example, Boundary) else Inputs.of(example))
+    programs: dict[int, _Program] = {}
+
+    def write(graph: StageGraph) -> _Program:
+        made = _write(stage, graph, path.suffix, tensors)
+        got = dict(zip(graph.outputs, made.run(tensors), strict=True))
+        return made._replace(verified=compare_outputs(got, expected, path.name, _TOLERANCE))
+
+    def reject(graph: StageGraph) -> str | None:
         try:
-            data, run = writer(graph, tensors, text)
-        except MicrotomeError:
-            raise
-        except Exception as error:  # whatever the exporter or the runtime raises
-            raise Unsupported(
-                f"cannot export stage {stage.index} as {path.suffix}: {describe_error(error)[:500]}"
-            ) from error
-        verified = compare_outputs(_named(graph, run(tensors)), graph.module(*tensors), f"{path.name}", _TOLERANCE)
+            programs[id(graph)] = write(graph)
+        except Unsupported as error:
+            return str(error)
+        return None
+
+    with _quiet():
+        graph = capture_stage(stage, dynamic=dynamic and path.suffix != ".pte", reject=reject)
+        program = programs.get(id(graph)) or write(graph)
     with translate_write_errors(repr(str(path))):
-        write_atomically(path, lambda descriptor: write_buffers(descriptor, [data]))
-    return ExportedStage(str(path), details, run, verified)
+        write_atomically(path, lambda descriptor: write_buffers(descriptor, [program.data]))
+    return ExportedStage(str(path), program.details, program.run, program.verified)
 
 
-def _tensors(graph: StageGraph, stage: Stage, example: Any) -> list[Tensor]:
-    """The tensors of an example."""
-    if isinstance(example, Boundary):
-        return [example.tensors[name] for name in graph.inputs]
-    inputs = Inputs.of(example, stage.model)
-    return list(tensors_in((inputs.args, inputs.kwargs)))
+class _Program(NamedTuple):
+    """A stage as a program: the function that runs it, the bytes of its file, and what they say about the stage."""
+
+    run: Run
+    data: bytes
+    details: StageMetadata
+    verified: str = ""
 
 
-def _named(graph: StageGraph, outputs: Sequence[Tensor]) -> dict[str, Tensor]:
-    return dict(zip(graph.outputs, outputs, strict=True))
+def _write(stage: Stage, graph: StageGraph, suffix: str, tensors: Sequence[Tensor]) -> _Program:
+    """Export a graph, and load the program again."""
+    details = _describe(stage, graph, suffix)
+    try:
+        data, run = _WRITERS[suffix](graph, tensors, json.dumps(to_plain(details, compact=True)))
+    except MicrotomeError:
+        raise
+    except Exception as error:  # whatever the exporter or the runtime raises
+        raise Unsupported(f"cannot export stage {stage.index} as {suffix}: {describe_error(error)[:500]}") from error
+    return _Program(run, data, details)
 
 
 def _describe(stage: Stage, graph: StageGraph, suffix: str) -> StageMetadata:
@@ -128,7 +138,7 @@ def _quiet() -> Iterator[None]:
 # -- formats -----------------------------------------------------------------------------------------------------------
 
 #: The bytes of a file, and a function that runs it.
-_Written = tuple[bytes, Callable[[Sequence[Tensor]], list[Tensor]]]
+_Written = tuple[bytes, Run]
 
 
 def _to_program(graph: StageGraph, tensors: Sequence[Tensor]) -> Any:
@@ -169,12 +179,7 @@ def _write_onnx(graph: StageGraph, tensors: Sequence[Tensor], metadata: str) -> 
 
 def _write_executorch(graph: StageGraph, tensors: Sequence[Tensor], metadata: str) -> _Written:
     exir = import_runtime("executorch", "executorch.exir", "executorch.runtime")
-    module = copy.copy(graph.module)
-    module.graph = copy.deepcopy(module.graph)
-    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
-        node.target = torch.ops.aten.reshape.default  # the strides of its runtime are others
-    module.recompile()
-    program = torch.export.export(module, tuple(tensors), strict=False)
+    program = torch.export.export(graph.module, tuple(tensors), strict=False)
     edge = exir.to_edge_transform_and_lower(program, constant_methods={METADATA: metadata})
     data = bytes(edge.to_executorch().buffer)
     return data, run_executorch(data)

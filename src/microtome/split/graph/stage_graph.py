@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -13,16 +13,18 @@ from microtome.engine import Call, Session
 from microtome.engine.graph_capture import CapturedRun, capture_run
 from microtome.engine.pytree import named_tensors, tensors_in
 from microtome.engine.symbolic_shapes import ShapeCheck, SymbolicShapes
-from microtome.errors import Unsupported
+from microtome.errors import Unsupported, describe_error
 from microtome.inputs import Inputs
 from microtome.split.analysis.structure_spec import PLAIN, flatten
 from microtome.split.boundary.boundary import Boundary
 from microtome.split.execution.schedule import Schedule
 from microtome.split.execution.stage_run import StageRun
+from microtome.split.graph.comparison import compare_outputs
 from microtome.split.graph.derived_facts import named_inputs
 from microtome.split.graph.partition import HiddenSize, Partition, source_of
 from microtome.split.stage import Stage
 from microtome.split.state.stage_state import StageState
+from microtome.split.verification import BIT_EQUAL
 from microtome.split.weights import tensor_at
 
 
@@ -55,32 +57,93 @@ class _Attempt(NamedTuple):
 
     Attributes:
         dims: The number of leading dimensions of each input with sizes that may be symbols; None: all.
-        static: Dimensions that are not, by name, with the reason.
+        reason: Why the others are fixed.
+        static: Dimensions that are fixed nevertheless, by name, with the reason.
     """
 
     dims: int | None
+    reason: str
     static: dict[str, str]
 
+    def fixes(self, dim: int, name: str) -> str | None:
+        """Why a dimension is fixed; None: it need not be."""
+        if self.dims is not None and dim >= self.dims:
+            return self.reason
+        return self.static.get(name)
 
-def capture_stage(stage: Stage, *, dynamic: bool = True) -> StageGraph:
+
+#: Rejects a graph with a reason, or accepts it with None.
+Check = Callable[["StageGraph"], str | None]
+
+
+def capture_stage(stage: Stage, *, dynamic: bool = True, reject: Check = lambda _: None) -> StageGraph:
     """Capture a stage, with as many symbolic sizes as its code allows.
 
     The whole model is run on fake tensors, and what lies between the two cuts is taken from the graph of that run.
+
+    Args:
+        reject: Returns why a graph cannot be used; then fewer sizes are symbols. That with the sizes of the example is
+            returned without asking.
     """
     own = _check_capturable(stage)
-    example = _enlarge_batch(own) if dynamic else own
-    attempts = [_Attempt(None, {}), _Attempt(1, {})] if dynamic else []
-    static: dict[str, str] = {}
-    errors: list[Unsupported] = []
-    for attempt in attempts:
-        found = _capture_with_visible_sizes(stage, example, attempt._replace(static=dict(static)))
-        if isinstance(found, StageGraph):
+    larger = _enlarge_batch(own)
+    reason = "dynamic=False"
+    for dims in (None, 1) if dynamic else ():
+        found = _capture_with_visible_sizes(stage, larger, _Attempt(dims, reason, {}))
+        if isinstance(found, Unsupported):
+            reason = str(found)
+        elif (rejected := reject(found)) is None:
             return found
-        errors.append(found)
-    captured = _capture(stage, own, _Attempt(0, {}))
-    reason = str(errors[-1]) if errors else "dynamic=False"
-    captured.static.update(dict.fromkeys([*captured.static, *_dims(stage, own)], reason))
+        else:
+            reason = rejected
+    captured = _capture(stage, own, _Attempt(0, reason, {}))
+    captured.static.update(dict.fromkeys(captured.static, reason))  # also of the tensors that cross
     return captured
+
+
+def capture_exact(stage: Stage, *, dynamic: bool = True) -> StageGraph:
+    """Capture a stage with symbolic sizes, as far as the graph then computes the stage on the example bit for bit.
+
+    A run for other sizes may choose other kernels. If no graph is bit-equal, that with the most symbols is returned.
+    `meta["verified"]` of the module says how its outputs on the example compare with those of the stage.
+
+    Raises:
+        Unsupported: Outputs differ by more than rounding.
+    """
+    example = example_of(stage)
+    if example is None:
+        captured = capture_stage(stage, dynamic=dynamic)
+        captured.module.meta["verified"] = "not verified: the example is not here"
+        return captured
+    expected, tensors = run_example(stage, example)
+    close: list[StageGraph] = []  # equal but for rounding
+
+    def reject(graph: StageGraph) -> str | None:
+        try:
+            verified = _compare(stage, graph, tensors, expected)
+        except Unsupported as error:
+            return str(error)
+        graph.module.meta["verified"] = verified
+        close.append(graph)
+        return None if verified == BIT_EQUAL else f"with other sizes than those of the example, {verified}"
+
+    captured = capture_stage(stage, dynamic=dynamic, reject=reject)
+    if "verified" not in captured.module.meta:
+        reason = reject(captured)
+        if not close:
+            raise Unsupported(reason or "")
+    return captured if captured.module.meta.get("verified") == BIT_EQUAL else close[0]
+
+
+def _compare(stage: Stage, graph: StageGraph, tensors: Sequence[Tensor], expected: dict[str, Tensor]) -> str:
+    """Compare the outputs of a graph with those of the stage."""
+    name = f"the graph of stage {stage.index}"
+    try:
+        with torch.no_grad():
+            got = graph.module(*tensors)
+    except RuntimeError as error:  # of an operator, for which the tensors have other strides than it expects
+        raise Unsupported(f"{name} does not run on the example: {describe_error(error):.300}") from error
+    return compare_outputs(got, expected, name)
 
 
 def _capture_with_visible_sizes(stage: Stage, example: Inputs, attempt: _Attempt) -> StageGraph | Unsupported:
@@ -109,6 +172,18 @@ def example_of(stage: Stage) -> Inputs | Boundary | None:
     return None if any(tensor.is_meta for tensor in boundary.tensors.values()) else boundary
 
 
+def run_example(stage: Stage, example: Inputs | Boundary) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Run a stage on an example; return its outputs by name, as a graph does, and the tensors that the graph takes."""
+    args, kwargs = (example.args, example.kwargs) if isinstance(example, Inputs) else ((example,), {})
+    every = tensors_in((args, kwargs)) if isinstance(example, Inputs) else example.tensors.values()
+    tensors = list({id(tensor): tensor for tensor in every}.values())
+    with torch.no_grad():
+        output = stage.run(args, kwargs)
+    if isinstance(output, Boundary):
+        return dict(output.tensors), tensors
+    return {path or "output": tensor for path, tensor in named_tensors(output)}, tensors
+
+
 def _check_capturable(stage: Stage) -> Inputs:
     """Raise if a stage cannot be captured; return its example."""
     if stage.example is None:
@@ -128,11 +203,6 @@ def _check_capturable(stage: Stage) -> Inputs:
     return stage.example
 
 
-def _dims(stage: Stage, inputs: Inputs) -> Iterator[str]:
-    for name, tensor in named_inputs(stage.model, inputs).items():
-        yield from (f"{name}[{dim}]" for dim in range(tensor.dim()))
-
-
 def _enlarge_batch(inputs: Inputs) -> Inputs:
     """Repeat tensors of one row, since a size of 1 is always taken for a fixed one."""
     from microtome.engine.pytree import map_tensors
@@ -148,13 +218,10 @@ def _enlarge_batch(inputs: Inputs) -> Inputs:
 
 def _capture(stage: Stage, example: Inputs, attempt: _Attempt) -> StageGraph:
     named = list(named_inputs(stage.model, example).items())
+    dims = [(id(tensor), dim, f"{name}[{dim}]") for name, tensor in named for dim in range(tensor.dim())]
+    fixed = {name: why for _, dim, name in dims if (why := attempt.fixes(dim, name)) is not None}
     dynamic = {
-        id(tensor): [
-            dim
-            for dim in range(tensor.dim() if attempt.dims is None else min(attempt.dims, tensor.dim()))
-            if f"{name}[{dim}]" not in attempt.static
-        ]
-        for name, tensor in named
+        id(tensor): [dim for key, dim, name in dims if key == id(tensor) and name not in fixed] for _, tensor in named
     }
     shapes = SymbolicShapes(dynamic, stage.device)
     groups: dict[str, Any] = {}
@@ -173,7 +240,6 @@ def _capture(stage: Stage, example: Inputs, attempt: _Attempt) -> StageGraph:
         error.dims = _dims_of(error.symbol, captured, named, shapes, stage)  # type: ignore[attr-defined]
         raise
     module = _bind(stage, graph, captured)
-    fixed = dict(attempt.static)
     for name, tensor in named:
         fixed |= {f"{name}[{dim}]": reason for dim, reason in shapes.fixed_dims(tensor).items()}
     sizes = [[shapes.size(size) for size in node.meta["val"].shape] for node in inputs]
