@@ -11,6 +11,8 @@ from pkgutil import resolve_name
 
 import pytest
 
+from benchmarks import report
+
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PACKAGE = ROOT / "src" / "microtome"
@@ -27,6 +29,10 @@ def test_every_page_is_in_the_contents() -> None:
 def test_every_result_of_a_benchmark_is_shown() -> None:
     shown = set(re.findall(r'"benchmarks/results/([\w-]+\.md):', (DOCS / "benchmarks.md").read_text()))
     assert shown == {file.name for file in (ROOT / "benchmarks" / "results").glob("*.md")}
+
+
+def test_the_table_of_all_targets_is_that_of_the_results() -> None:
+    assert report.SUMMARY.read_text() == report.summary()
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.relative_to(ROOT).as_posix())
