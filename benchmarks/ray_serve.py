@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -18,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 import microtome as mt
+from benchmarks.remote.batching import CLIENTS, IN_FLIGHT, Clients
 from benchmarks.report import Target
 from benchmarks.timing import take_turns
 
-#: 64 requests at once: those of two clients, since a server reads 32 of a stream.
-CLIENTS, IN_FLIGHT, ROUNDS = 2, 32, 24
+ROUNDS = 24
 AT, BATCH, WINDOW = "stem", 8, "5ms"
 
 
@@ -88,34 +87,13 @@ def ray_deployment() -> Iterator[Any]:
             yield deployment
 
 
-class Clients:
-    """Clients of one server, each with its share of the requests."""
-
-    def __init__(self, stack: ExitStack, address: str) -> None:
-        self._pool = stack.enter_context(ThreadPoolExecutor(CLIENTS))
-        self._remotes = []
-        for _ in range(CLIENTS):
-            remote = mt.connect(*build(), address, at=AT, codec="raw", fallback=None)
-            self._remotes.append(stack.enter_context(remote))
-        self._items = [torch.randn(1, 3, 128, 128) for _ in range(IN_FLIGHT)]
-
-    def send_all(self) -> None:
-        with torch.no_grad():
-            futures = [self._pool.submit(self._send, remote) for remote in self._remotes]
-            for future in futures:
-                future.result()
-
-    def _send(self, remote: Any) -> None:
-        with torch.no_grad():
-            assert len(list(remote.stream(self._items, window=IN_FLIGHT))) == IN_FLIGHT
-
-
 def run() -> list[Target]:
     torch.set_num_threads(1)
     with ExitStack() as stack:
-        plain = Clients(stack, stack.enter_context(server_process()))
+        items = [torch.randn(1, 3, 128, 128) for _ in range(IN_FLIGHT)]
+        plain = Clients(stack, stack.enter_context(server_process()), build, AT, items)
         deployment = stack.enter_context(ray_deployment())
-        on_ray = Clients(stack, deployment.address)
+        on_ray = Clients(stack, deployment.address, build, AT, items)
         # The fastest round of each: Ray has more processes, which other work on the machine delays.
         times = take_turns({"serve": plain.send_all, "ray": on_ray.send_all}, ROUNDS, of=min)
     rates = {name: CLIENTS * IN_FLIGHT / seconds for name, seconds in times.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from benchmarks import report
-from benchmarks.remote import added, chain, pipeline, planned, rates
+from benchmarks.remote import added, batching, chain, pipeline, planned, rates
 from benchmarks.remote.network import two_hosts
 
 SUITES = {
@@ -15,6 +15,7 @@ SUITES = {
     "planned": planned.run,
     "added": added.run,
     "chain": chain.run,
+    "batching": batching.run,
 }
 
 
