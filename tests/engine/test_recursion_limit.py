@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -29,6 +29,17 @@ def nest(depth: int) -> nn.Module:
 
 
 X = torch.ones(1, 4)
+
+
+@pytest.fixture(autouse=True)
+def default_limit() -> Iterator[None]:
+    """Python's default limit, whatever an earlier test has set: compiling with inductor raises it for good."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(before)
+
+
 VERBS: dict[str, Callable[[nn.Module], object]] = {
     "trace": lambda model: mt.trace(model, X),
     "trace of a real run": lambda model: mt.trace(model, X, fake=False),

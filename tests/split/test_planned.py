@@ -28,7 +28,7 @@ def test_auto_cuts_where_the_plan_says(tmp_path: Path) -> None:
 
 def test_auto_needs_a_plan() -> None:
     model, x = zoo.build("tiny-unet")
-    with pytest.raises(BadQuery, match="give a plan, plan=mt.plan"):
+    with pytest.raises(BadQuery, match="pass a plan, at=mt.plan"):
         mt.split(model, x, at="auto")
 
 

@@ -211,7 +211,7 @@ def _check_structure(model: nn.Module, structure: str, saved: SavedSplit, folder
     there = "" if saved.parameters is None else f"{count(saved.parameters)} parameters, "
     raise BadWeights(
         f"expected the {saved.model} that was saved in {str(folder)!r} ({there}structure "
-        f"{structure_of(saved.fingerprint):.40}), got one of other layers ({count(_count_parameters(model))} "
+        f"{structure_of(saved.fingerprint):.40}), got one of other layers or calls ({count(_count_parameters(model))} "
         f"parameters, structure {structure}): build the model that was saved, by the same code with the same "
         "arguments. It is loaded in eval mode"
     )
