@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,10 @@ from hypothesis import HealthCheck, settings
 # pytest-xdist sets the width of its own terminal for its workers; tables are tested at the width that a pipe has.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.pop("COLUMNS", None)
+
+# A shell without job control starts what runs in the background with SIGINT ignored, which processes of tests inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes depends on the load of the machine, so no test has a deadline.
 settings.register_profile("microtome", deadline=None, suppress_health_check=[HealthCheck.too_slow])
