@@ -126,7 +126,8 @@ class FeatureExtractor:
             return
         selected = [address for address in plan.order or () if self._targets.selects(address)]
         plan.capture = self._make_capture(watch=self._inputs or len(selected) != 1, observes_all=False)
-        plan.session = self._open_session(plan.capture, plan.order, at=list(self._targets.modules))
+        at = list(self._targets.modules.values())  # not paths, with which the session compares all modules in each run
+        plan.session = self._open_session(plan.capture, plan.order, at=at)
 
     def _make_capture(self, **options: bool) -> ModuleCapture:
         kind = OpCapture if self._targets.owners else ModuleCapture

@@ -13,7 +13,7 @@ from microtome.capture.attention.probe import ATTENTION, AttentionProbe, WeightS
 from microtome.engine import Call, Probe, Session
 from microtome.engine.composite_ops import suspend_tracing
 from microtome.engine.random_states import SavedRandomStates
-from microtome.engine.selectors import CallSelection
+from microtome.engine.selectors import CallSelection, select
 from microtome.engine.torch_internals import count_dispatch_modes, own_buffers, own_parameters
 from microtome.inputs import Inputs
 
@@ -67,7 +67,8 @@ class CachedAttention:
         has_selected = any(source.is_selected for source in sources.values())
         if has_selected and len(sources) == len(probe.sources) and not probe.fused_ops:
             softmax = _SoftmaxProbe(self._capture, sources)
-            session = Session(model, [softmax], at=softmax.paths, other_threads="ignore")
+            at = list(select(model, softmax.paths).values())  # modules: fewer are compared than with paths
+            session = Session(model, [softmax], at=at, other_threads="ignore")
             self._cache = _Cache(softmax, session, modules, [module.training for module in modules])
         return output, probe
 
