@@ -146,7 +146,7 @@ class Remote:
         if self._autotuner is not None and route.at == INPUTS:
             route = self._autotuner.best_layer_route()
         if route.at is None:
-            return LocalSession(self._local.model)
+            return LocalSession(self._local)
         if route.at == INPUTS:
             advice = advise("at=", "--at")
             raise Unsupported(f"expected a cut at a layer for a session, got {INPUT!r}: pass one with {advice}")
@@ -211,6 +211,7 @@ class Remote:
 
     def _run_head(self, request: RemoteRequest) -> RemoteRequest:
         inputs, at = request.inputs, request.route.at
+        self._local.check_modes()
         if at is not None:
             check_not_autocast()
         with request.timed("head_s"):

@@ -93,7 +93,10 @@ def _describe_difference(connection: Connection, model: ModelIdentity, reply: An
     has_same_structure = structure == their_structure
     advice = "Load the same model with the same weights on both sides"
     if values == their_values != "unknown":  # of meta tensors
-        advice = "The weights are equal: pass the same example inputs (--input) and run the same code on both sides"
+        advice = (
+            "The weights are equal: pass the same example inputs (--input) and run the same code on both sides, in the "
+            "same mode, eval or training"
+        )
     if not has_same_structure and reply.params:  # 0 from a server of an older microtome
         here += f" with {count(model.params)} parameters"
         there += f" with {count(reply.params)} parameters"

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from microtome.addresses import INPUT
-from microtome.errors import BadQuery
+from microtome.errors import BadQuery, Unsupported
 from microtome.inputs import no_inputs_error
 from microtome.remote.payloads import INPUTS
 from microtome.results.cuts import Cut
 from microtome.results.plan import Plan
+from microtome.split.modes import Modes
 from microtome.split.splitter import Splitter
 from microtome.split.stage import Stage
 from microtome.split.variants import StageVariants
@@ -41,12 +42,15 @@ class LocalModel:
                 raise no_inputs_error(model)
             with torch.no_grad():
                 source = self.splitter = Splitter(model, inputs)
+            _check_stateless(source.state)
         else:
             self._first, self._last = _first_and_last([model] if isinstance(model, Stage) else model)
             source = self._first
+            _check_stateless(source.state)
             if source.variants is not None and source.ends_at is not None:
                 self._variants[source.ends_at] = source.variants
         self.model, self.fingerprint, self.spec = source.model, source.fingerprint, source.spec
+        self._modes = Modes(self.model)
         tensors = (*self.model.parameters(), *self.model.buffers())
         self.is_whole = self.splitter is not None and not any(tensor.is_meta for tensor in tensors)
 
@@ -62,6 +66,10 @@ class LocalModel:
     def params(self) -> int:
         """The number of parameters of the whole model."""
         return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def check_modes(self) -> None:
+        """Raise if a module is not in the mode that it was in when the model was connected."""
+        self._modes.check()
 
     def stages_at(self, cuts: tuple[str, ...]) -> Sequence[Stage | None]:
         """Return the stages between cuts; None for those whose weights are not here."""
@@ -104,6 +112,15 @@ class LocalModel:
         cuts = tuple(own) if names == ["auto"] else tuple(map(str, names))
         self.stages_at(cuts)
         return cuts
+
+
+def _check_stateless(state: str | None) -> None:
+    """Raise if a model carries state from run to run: servers do not run such a model."""
+    if state is not None:
+        raise Unsupported(
+            f"a client cannot run this model with a server: it carries {state} from run to run, which the server would "
+            "not have. Put the model in eval mode, have it take and return its state, or train it with train=True"
+        )
 
 
 def _first_and_last(stages: Sequence[Stage]) -> tuple[Stage, Stage | None]:

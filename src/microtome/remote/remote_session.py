@@ -12,7 +12,6 @@ from time import perf_counter, sleep
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
 
 from microtome.engine.pytree import as_state
 from microtome.errors import MicrotomeError, RemoteError
@@ -43,6 +42,7 @@ from microtome.units import size
 
 if TYPE_CHECKING:
     from microtome.remote.client import Remote
+    from microtome.remote.local_model import LocalModel
 
 log = logging.getLogger("microtome.remote")
 
@@ -121,14 +121,15 @@ class LocalSession(StageSession):
     where = "edge"
     replays = 0
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, local: LocalModel) -> None:
+        self._local = local
         self.num_steps = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._local.check_modes()
         self.num_steps += 1
         with torch.no_grad():
-            return self._model(*args, **kwargs)
+            return self._local.model(*args, **kwargs)
 
     def close(self) -> None:
         """Do nothing: the caller has the state."""

@@ -25,6 +25,7 @@ from microtome.remote.step_codec import parse_split
 from microtome.remote.tensor_messages import encode_tensors, parse_tensors
 from microtome.split.boundary.boundary import Boundary
 from microtome.split.description import restore_inputs
+from microtome.split.modes import Modes
 from microtome.split.splitter import Splitter
 from microtome.split.stage import Stage
 from microtome.split.weights import copy_with_weights
@@ -74,6 +75,7 @@ class ServedModel:
             _check_stateless(source.state)
             self.cuts = (INPUTS, *(cut.at for cut in source.cuts))
         self.model, self.fingerprint, self._spec = source.model, source.fingerprint, source.spec
+        self._modes = Modes(self.model)
 
     @property
     def name(self) -> str:
@@ -252,6 +254,7 @@ class ServedModel:
             return self._stage(ref).run((boundary,), {}, release=release)
         inputs = unpack_inputs(boundary, self._spec.inputs, self.device)
         if not ref.cuts:
+            self._modes.check()
             return inputs.run(self.model)
         return self._stage(ref)(*inputs.args, **inputs.kwargs)
 

@@ -25,6 +25,7 @@ from microtome.split.execution.argument_reader import FlatInputs, InputReader
 from microtome.split.execution.placeholder import Placeholder
 from microtome.split.execution.schedule import Schedule
 from microtome.split.execution.stage_run import DrawingStageRun, StageRun
+from microtome.split.modes import Modes
 from microtome.split.state.stage_state import StageState
 from microtome.split.weights import tensor_at
 
@@ -86,7 +87,7 @@ class Stage:
         self.holders: Holders | None = None
         self.verified: str | None = None
         self.variants: StageVariants | None = None
-        self._is_training = model.training
+        self._modes = Modes(model)
         self._parameters = tuple(parameters)
         self._idle: list[tuple[Session, StageRun]] = []
         self._input_reader = InputReader()
@@ -281,9 +282,7 @@ class Stage:
         boundary = self._check_boundary(args, kwargs)
         if boundary is not None:
             boundary = self.complete(boundary)
-        if self.model.training is not self._is_training:
-            was, now = ("training", "eval") if self._is_training else ("eval", "training")
-            raise Unsupported(f"expected the model in {was} mode, as when it was split, got {now} mode: split it again")
+        self._modes.check()
         # A session takes longer to make than to open, so it is reused; several threads may run the stage at once.
         probes = tuple(probes)
         session, run = (None if probes else self._idle_session()) or self._make_session(probes)

@@ -144,10 +144,11 @@ class Analysis:
 
     def describe_calls(self) -> Iterator[str]:
         """Describe each call for a fingerprint of the model, in canonical order."""
+        drawing = {self.trace.ops[index].call for index in self.draws}  # such as those of dropout in training mode
         for call in self.canonical_order:
             parent = None if call.parent is None else self.trace.calls[call.parent].path
             output = describe((self.call_structures[call.index].output.template,), {}).structure
-            yield f"{call.path}:{call.type}:{call.depth}:{parent}:{output}"
+            yield f"{call.path}:{call.type}:{call.depth}:{parent}:{output}{':draws' * (call.index in drawing)}"
 
     @cached_property
     def allocated_by(self) -> dict[int, int]:
