@@ -66,7 +66,8 @@ def test_a_prompt_of_a_model_without_a_cache_is_refused(words: str) -> None:
     result = CliRunner().invoke(main, [command, "zoo:tiny-decoder", *options, *prompt])
     assert (result.exit_code, result.stdout) == (2, "")
     message = (
-        "Decoder returns no cache for the next token: .* got an output of logits, hidden_states. Leave out --prefill"
+        "Decoder returns no cache for the next token: .* got an output of logits, hidden_states. Leave out "
+        + {"cuts": "--prefill\n", "profile": "--prefill and --decode\n", "plan": "--tokens\n"}[command]
     )
     assert re.search(message, result.stderr)
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner
@@ -22,7 +23,7 @@ from microtome.report.notes import profile_notes
 from microtome.report.row_selection import RowSelection
 from microtome.report.top import text as of_top
 from microtome.results.measurements import Spread, Timing
-from microtome.results.metrics import METRICS, TIME, on_command_line, why_missing
+from microtome.results.metrics import METRICS, TIME, advise, on_command_line, why_missing
 from tests.report.test_foreign_text import RESULTS
 
 
@@ -46,9 +47,9 @@ def test_the_page_advises_in_the_interface_that_wrote_it(profile: mt.Profile, tm
     words = ["report", str(tmp_path / "profile.json"), "-o", str(tmp_path / "page.html")]
     assert CliRunner().invoke(main, words).exit_code == 0
     page = (tmp_path / "page.html").read_text("utf-8")
-    assert "add --time" in page
+    assert "add --time of `microtome profile`" in page
     assert "measure=[" not in page
-    assert "profile with --time, on the machine" in page
+    assert "profile with --time of `microtome profile`, on the machine" in page
 
 
 def test_the_command_line_leaves_the_advice_of_python_as_it_was(profile: mt.Profile) -> None:
@@ -71,8 +72,10 @@ def test_reasons_name_the_argument_or_the_option(profile: mt.Profile) -> None:
 def test_notes_name_the_argument_or_the_option(profile: mt.Profile) -> None:
     slow = replace(profile, timing=Timing(Spread(1.0, 0.9, 1.1, 0.8, 1.2, 9, 0), 1.5, 1e-6, 2))
     assert "are too long: measure with a smaller depth=" in profile_notes(slow)[-1]
-    with on_command_line():
-        assert "are too long: measure with a smaller --depth of `microtome profile`" in profile_notes(slow)[-1]
+    with on_command_line(["--depth"]):
+        assert profile_notes(slow)[-1].endswith("are too long: measure with a smaller --depth")
+    with on_command_line(["--top"]):
+        assert profile_notes(slow)[-1].endswith("are too long: measure with a smaller --depth of `microtome profile`")
 
 
 @pytest.mark.parametrize("options", [{"compiled": True}, {"fast_paths": False}])
@@ -156,3 +159,24 @@ def test_a_count_of_one_is_singular() -> None:
     shown = "\n".join((*map(str, results), *map(repr, results), p.to_html()))
     assert "1 parameter (1 trainable" in shown
     assert re.findall(r"(?<![\d.,])1 [a-z]{2,}s\b", shown) == []
+
+
+@pytest.mark.parametrize("name", ["diff", "plan", "report", "top"])
+def test_advice_names_the_command_of_an_option_that_the_running_one_lacks(
+    name: str, profile: mt.Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = main.get_command(click.Context(main), name)
+    assert command is not None
+    busy = replace(profile, timing=replace(QUIET, ratio=0.5))
+    shown: list[str] = []
+    monkeypatch.setattr(command, "callback", lambda: shown.extend(profile_notes(busy)))
+    command.invoke(click.Context(command))
+    notes = "\n".join(shown)
+    assert "measure more passes with --repeat of `microtome profile`" in notes
+
+
+def test_advice_keeps_what_follows_the_option_and_whole_commands() -> None:
+    with on_command_line(["--cuts"]):
+        assert advise("x", "--time --backward, on a GPU") == "--time --backward of `microtome profile`, on a GPU"
+        assert advise("x", "microtome cuts --json") == "microtome cuts --json"
+        assert advise("x", "--cuts") == "--cuts"

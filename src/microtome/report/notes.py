@@ -186,8 +186,7 @@ def _timing(profile: Profile, timing: Timing) -> Iterator[str]:
             "exceed that of the call around it"
         )
     if is_disturbed(timing):
-        depth = advise("depth=", "--depth of `microtome profile`")  # `microtome top` has no such option
-        less = f": measure with a smaller {depth}" if len(profile) > 1 else ""
+        less = f": measure with a smaller {advise('depth=', '--depth')}" if len(profile) > 1 else ""
         yield f"time stamps add more than 5 %, so the times of short calls are too long{less}"
 
 

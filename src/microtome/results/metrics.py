@@ -22,30 +22,53 @@ if TYPE_CHECKING:
     from microtome.results.rows import Row
 
 
-#: Whether the caller is the command line, so that advice names options, not arguments.
-_IS_COMMAND: ContextVar[bool] = ContextVar("_IS_COMMAND", default=False)
+#: The options of the running command, empty if they are not known; None: the caller is Python.
+_OPTIONS: ContextVar[frozenset[str] | None] = ContextVar("_OPTIONS", default=None)
+_OPTION = re.compile(r"--[a-z][a-z-]*")
 
 
 @contextmanager
-def on_command_line() -> Iterator[None]:
-    """Make `advise` name options of the command line inside the block."""
-    token = _IS_COMMAND.set(True)
+def on_command_line(options: Iterable[str] = ()) -> Iterator[None]:
+    """Make `advise` name options of the command line inside the block.
+
+    Args:
+        options: Those of the running command; if there are none, all are taken for its own.
+    """
+    token = _OPTIONS.set(frozenset(options))
     try:
         yield
     finally:
-        _IS_COMMAND.reset(token)
+        _OPTIONS.reset(token)
 
 
 def advise(argument: str, option: str) -> str:
     """Return what to write, in the interface in use: Python, or the command line.
+
+    Options that the running command does not have are those of `microtome profile`, unless a whole command is named.
 
     >>> advise('measure=["time"]', "--time")
     'measure=["time"]'
     >>> with on_command_line():
     ...     advise('measure=["time"]', "--time")
     '--time'
+    >>> with on_command_line(["--cuts"]):
+    ...     advise('measure=["time"]', "--time")
+    '--time of `microtome profile`'
     """
-    return option if _IS_COMMAND.get() else argument
+    own = _OPTIONS.get()
+    if own is None:
+        return argument
+    named = list(_OPTION.finditer(option))
+    if not own or option.startswith("microtome ") or {match[0] for match in named} <= own:
+        return option
+    end = named[-1].end()
+    return f"{option[:end]} of `microtome profile`{option[end:]}"
+
+
+def own_options(*options: str) -> list[str]:
+    """Return those of the options that the running command has; all if its options are not known."""
+    own = _OPTIONS.get()
+    return [option for option in options if not own or option in own]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from microtome.engine.selectors import unwrap_model
 from microtome.engine.torch_internals import storage_id
 from microtome.errors import BadInputs, Unsupported
 from microtome.inputs import Inputs
-from microtome.results.metrics import advise
+from microtome.results.metrics import advise, own_options
 from microtome.trace.trace import record
 
 PHASES = ("prefill", "decode")
@@ -111,9 +111,10 @@ class Prompt:
             returned = dict(output) if isinstance(output, Mapping) else {}
             name = type(unwrap_model(self.model)).__name__
             got = f"an output of {', '.join(returned)}" if returned else f"a {type(output).__name__}"
+            options = " and ".join(own_options("--prefill", "--decode", "--tokens"))
             raise Unsupported(
                 f"{name} returns no cache for the next token: phases need an output such as past_key_values, which "
-                f"forward also takes; got {got}. Leave out {advise('phases', '--prefill, --decode and --tokens')}"
+                f"forward also takes; got {got}. Leave out {advise('phases', options)}"
             )
         return states
 

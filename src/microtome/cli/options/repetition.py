@@ -7,9 +7,14 @@ from typing import Any
 
 import click
 
+from microtome.results.metrics import on_command_line
+
 
 class Command(click.Command):
-    """A command that refuses an option of one value that is given twice, of which click would use the last."""
+    """A command that refuses an option of one value that is given twice, of which click would use the last.
+
+    Advice in its output names its own options, and those of others with the name of the command.
+    """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if not ctx.resilient_parsing:
@@ -17,6 +22,10 @@ class Command(click.Command):
             if not any(parameter.is_eager for parameter in order):  # such as --help
                 self._refuse_repeated(ctx, order)
         return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with on_command_line(option for parameter in self.params for option in parameter.opts):
+            return super().invoke(ctx)
 
     def _refuse_repeated(self, ctx: click.Context, order: list[click.Parameter]) -> None:
         for parameter in self.params:
