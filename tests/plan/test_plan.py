@@ -71,6 +71,25 @@ def test_the_whole_model_on_one_device_is_always_listed() -> None:
     assert all(name in [c.name for c in planned(limits={"edge": 150})] for name in baselines)
 
 
+@pytest.mark.parametrize("codec", ["raw", ["raw", "fp16"], ["zstd"], "fp16+zstd"])
+@pytest.mark.parametrize("measured", [False, True])
+def test_named_codecs_are_the_only_ones(codec: Any, measured: bool) -> None:
+    names = [codec] if isinstance(codec, str) else codec
+    costs = codec_costs(CUTS, ["raw", "zstd", "fp16", "fp16+zstd"]) if measured else None
+    plan = planned(codec=codec, costs=costs)
+    assert {name for candidate in plan for name in candidate.codecs} == {*names}
+    inputs = {"raw": "raw input"} | {name: f"input by {name}" for name in ("zstd", "fp16", "fp16+zstd")}
+    expected = {"all on edge", *(f"all on cloud, {inputs[name]}" for name in names)}
+    assert {candidate.name for candidate in plan.baselines} == expected
+    assert not any("no codec was named" in note for note in plan.notes)
+
+
+def test_inputs_are_also_compressed_if_no_codec_is_named() -> None:
+    plan = planned(costs=None)
+    assert {name for candidate in plan for name in candidate.codecs if any(candidate.at)} == {"raw"}
+    assert "no codec was named: cuts are tried raw, and the inputs raw and by zstd" in plan.notes
+
+
 def test_the_winner_depends_on_the_link() -> None:
     assert planned(link=mt.Link("8bps")).winner.name == "all on edge"
     slow_codec = synthetic.costs(CUTS, encode_s=1e-3)

@@ -107,11 +107,15 @@ def check_codecs(codec: Collection[str] | str) -> tuple[str, ...]:
 
 
 def load_codec_costs(
-    cuts: Cuts, codecs: tuple[str, ...], costs: Any, names: Sequence[str]
+    cuts: Cuts, codecs: tuple[str, ...], costs: Any, names: Sequence[str], *, of_inputs: tuple[str, ...] = ()
 ) -> tuple[list[CodecCosts], str]:
-    """Return the costs of codecs on each device, and a description of their source."""
+    """Return the costs of codecs on each device, and a description of their source.
+
+    Args:
+        of_inputs: The codecs that are measured on the inputs alone if they are installed.
+    """
     if costs is None:
-        table = _measure_codec_costs(cuts, codecs)
+        table = _measure_codec_costs(cuts, codecs, of_inputs)
         return [table] * len(names), f"measured on this machine for all devices, with {table.values}"
     by_name = costs if isinstance(costs, Mapping) else dict.fromkeys(names, costs)
     tables = []
@@ -133,15 +137,15 @@ def measure_step_codecs(cuts: Cuts, codecs: tuple[str, ...], devices: int) -> li
     return [codec_costs(cuts, codecs)] * devices
 
 
-def _measure_codec_costs(cuts: Cuts, codecs: tuple[str, ...]) -> CodecCosts:
-    table = codec_costs(cuts, tuple(dict.fromkeys((*codecs, "raw"))))
-    if COMPRESSED not in table.costs:
-        try:
-            inputs_only = codec_costs(replace(cuts, offered=()), COMPRESSED)
-        except NotInstalled:
-            return table
-        table = replace(table, costs=table.costs | inputs_only.costs)
-    return table
+def _measure_codec_costs(cuts: Cuts, codecs: tuple[str, ...], of_inputs: tuple[str, ...]) -> CodecCosts:
+    table = codec_costs(cuts, codecs)
+    if not of_inputs:
+        return table
+    try:
+        inputs_only = codec_costs(replace(cuts, offered=()), of_inputs)
+    except NotInstalled:
+        return table
+    return replace(table, costs=table.costs | inputs_only.costs)
 
 
 def parse_limits(limits: Mapping[str, int | str] | None, names: Sequence[str]) -> dict[str, int]:

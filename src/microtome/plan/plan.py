@@ -35,7 +35,7 @@ def plan(
     objective: Objective = "latency",
     limits: Mapping[str, int | str] | None = None,
     slower: Mapping[str, float] | None = None,
-    codec: Collection[str] | str = "raw",
+    codec: Collection[str] | str | None = None,
     costs: Any = None,
     energy_of: Collection[str] | None = None,
     strategy: Strategy | None = None,
@@ -59,8 +59,8 @@ def plan(
         limits: The most memory of a device, by name: `{"edge": "512MB"}`.
         slower: Factors on the measured times of a device, by name: `{"edge": 10}` for one that is ten times slower than
             the profiled one. Costs of codecs and energy stay as measured.
-        codec: The codecs of boundaries, one or several: each cut is tried with each. Codecs with loss are used only if
-            they are named.
+        codec: The codecs of boundaries and of the inputs, one or several: each cut is tried with each, and no other.
+            None: `"raw"`, and for the inputs also `"zstd"`.
         costs: The costs of codecs from `codec_costs`, or a file of them; a dict by device if they differ. None: measure
             them now, on this machine, with noise.
         energy_of: The names of the devices whose energy counts; None: the first.
@@ -104,7 +104,7 @@ def plan(
             "tokens": tokens,
             "costs": costs,
             "energy_of": energy_of,
-            "codec": None if codec in ("raw", ("raw",)) else codec,
+            "codec": None if codec in ("raw", ("raw",)) else codec,  # raw is what training has
         }
         arguments.check_unused(unused)
         profiles, chain_links = arguments.load_chain(Profile, edge, cloud, link, devices, links)
@@ -127,19 +127,20 @@ def plan(
     points = cut_points(cuts, timed)
     factors = arguments.check_factors(slower, names)
     chain_devices = [DeviceCosts(name, one, points, factors.get(name, 1.0)) for name, one in profiles.items()]
-    codecs = arguments.check_codecs(codec)
+    codecs = arguments.check_codecs("raw" if codec is None else codec)
     memory_limits = arguments.parse_limits(limits, names)
     energy_devices = arguments.devices_with_energy(chain_devices, objective, energy_of)
     # Last, after all checks: it may measure every codec.
-    tables, source = arguments.load_codec_costs(cuts, codecs, costs, names)
-    compressed = (arguments.COMPRESSED,) if all(arguments.COMPRESSED in table.costs for table in tables) else ()
+    added = () if codec is not None else (arguments.COMPRESSED,)
+    tables, source = arguments.load_codec_costs(cuts, codecs, costs, names, of_inputs=added)
+    compressed = tuple(one for one in added if all(one in table.costs for table in tables))
     chain = DeviceChain(
         devices=chain_devices,
         links=chain_links,
         points=points,
         output_bytes=cuts.output_bytes,
         codecs=codecs,
-        input_codecs=tuple(dict.fromkeys(("raw", *codecs, *compressed))),
+        input_codecs=(*codecs, *compressed),
         codec_costs=tables,
         limits=memory_limits,
         energy_of=energy_devices,
@@ -171,7 +172,8 @@ def plan(
         energy_of=tuple(chain.energy_of),
         notes=(
             *(_slower_note(name, factor, energy_devices) for name, factor in factors.items()),
-            *_notes(cuts, chain, compressed),
+            *([_default_codecs_note(compressed)] if codec is None else []),
+            *_notes(cuts, chain),
             *([] if tokens is None else _session_notes(ranked, chosen)),
         ),
         aliases=cuts.aliases,
@@ -294,10 +296,14 @@ def _cut_notes(cuts: Cuts, points: Sequence[CutPoint]) -> Iterator[str]:
         yield f"the model cannot be cut at {len(cuts.refused)} calls: see `microtome.cuts` for the reasons"
 
 
-def _notes(cuts: Cuts, chain: DeviceChain, compressed: tuple[str, ...]) -> list[str]:
+def _default_codecs_note(compressed: tuple[str, ...]) -> str:
+    if compressed:
+        return f"no codec was named: cuts are tried raw, and the inputs raw and by {', '.join(compressed)}"
+    return "compressed inputs are not considered: zstd is not installed, or its costs were not measured"
+
+
+def _notes(cuts: Cuts, chain: DeviceChain) -> list[str]:
     notes = list(_cut_notes(cuts, chain.points))
-    if not compressed:
-        notes.append("compressed inputs are not considered: zstd is not installed, or its costs were not measured")
     if chain.round_trips > 1:
         notes.append("every token after the first takes as long as the second, although the cache grows")
     if any(len(device.elapsed_s) > 1 for device in chain.devices):

@@ -70,7 +70,9 @@ def _parse_tokens(context: click.Context, parameter: click.Parameter, word: str 
     return int(prompt), int(new)
 
 
-def _split_codecs(context: click.Context, parameter: click.Parameter, words: tuple[str, ...]) -> tuple[str, ...]:
+def _split_codecs(context: click.Context, parameter: click.Parameter, words: tuple[str, ...]) -> tuple[str, ...] | None:
+    if not words:
+        return None
     return tuple(filter(None, (name.strip() for word in words for name in word.split(","))))
 
 
@@ -78,7 +80,10 @@ _EDGE = "Profile of the edge, from `microtome profile --time --json`."
 _PROFILE = "Instead of --edge and --cloud: a device of a chain with its profile; repeatable. All links are alike."
 _MICRO_BATCHES = "Of training: the number of micro-batches of a step, each of the inputs of the profiles."
 _OPTIMIZER_STATE = "Of training: bytes of optimizer state per byte of weights: 2 for Adam, 0 for SGD."
-_CODEC = "Codecs of the boundary to compare, such as raw,zstd,fp16; repeatable."
+_CODEC = (
+    "Codecs to compare, such as raw,zstd,fp16, for what crosses a cut and for the inputs; repeatable. By default raw, "
+    "and zstd for the inputs."
+)
 _TOKENS = "Plan a whole answer of a language model: tokens of the prompt and of the answer, such as 512,64."
 _LIMIT = "Memory limit of a side; repeatable."
 _SLOWER = (
@@ -107,9 +112,7 @@ _COSTS = "Read the costs of codecs from this file, such as edge=F.json; repeatab
 @click.option("--optimizer-state", type=Number(min=0), default=2.0, metavar="X", help=_OPTIMIZER_STATE)
 @click.option("--limit", "limits", multiple=True, metavar="edge=512MB", callback=_parse_sides, help=_LIMIT)
 @click.option("--slower", multiple=True, metavar="edge=10", callback=_parse_factors, help=_SLOWER)
-@click.option(
-    "--codec", "codecs", multiple=True, default=("raw",), metavar="A,B,…", callback=_split_codecs, help=_CODEC
-)
+@click.option("--codec", "codecs", multiple=True, metavar="A,B,…", callback=_split_codecs, help=_CODEC)
 @click.option("--codec-costs", "costs", multiple=True, metavar="edge=F", callback=_parse_sides, help=_COSTS)
 @click.option("--top", type=WholeNumber(1), metavar="K", help=_TOP)
 @output_options("json", "csv", "md", "measure_codecs", "perfetto")
@@ -124,7 +127,7 @@ def plan(
     cloud: str | None,
     profiles: dict[str, str],
     tokens: tuple[int, int] | None,
-    codecs: tuple[str, ...],
+    codecs: tuple[str, ...] | None,
     costs: dict[str, str],
     top: int | None,
     outputs: Outputs,
@@ -148,7 +151,7 @@ def plan(
     chain = _chain(edge, cloud, profiles, Link(bandwidth, rtt, jitter, joules_per_byte))
     prompt = None if tokens is None else tokens[0]
     if measures_codecs:
-        cuts, measured = _find_cuts(model.resolve(one_pass=prompt is None), prompt, codecs)
+        cuts, measured = _find_cuts(model.resolve(one_pass=prompt is None), prompt, codecs or ("raw",))
     else:
         find = partial(_find_cuts, prompt=prompt)
         _, (cuts, measured) = model.count(find, how=lambda found: found[0].how, one_pass=prompt is None)
