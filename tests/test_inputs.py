@@ -137,6 +137,17 @@ def test_an_error_of_the_model_names_a_keyword_that_forward_does_not_have(
     assert _notes_of(model, {name: torch.ones(1, 2)}) == note
 
 
+def test_keywords_of_a_model_that_takes_a_dict_say_how_to_pass_one() -> None:
+    class Two(nn.Module):
+        def forward(self, batch: dict[str, Tensor]) -> Tensor:
+            return batch["a"] + batch["b"]
+
+    with pytest.raises(TypeError) as caught:
+        Inputs(a=torch.ones(1), b=torch.ones(1)).run(Two())
+    note = "has no parameter 'a': it has batch. If it takes a dict as its one argument: pass mt.Inputs({…}); on the "
+    assert note in caught.value.__notes__[0]
+
+
 class Overflows(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -25,6 +25,12 @@ _PART = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<shape>\d+(?:x\d+)*)(?::(?P<
 _EXPECTS_INTEGERS = re.compile(r"\b(Long|Int|int64|integers?|indices)\b")
 
 
+#: Of a `forward` with one parameter that was passed others by name.
+_STRUCTURE = (
+    ". If it takes a dict as its one argument: pass mt.Inputs({…}); on the command line, define example_inputs as that "
+    "in the model's class or file"
+)
+
 _NO_INPUTS = "No inputs were passed to the {}: pass a tensor, a tuple, a dict, or a shape such as '1x3x224x224'."
 
 
@@ -124,8 +130,9 @@ class Inputs:
         parameters = _parameters(model)
         for name in self._unknown_names(parameters, str(error)):
             near = difflib.get_close_matches(name, parameters, n=1)
+            structure = _STRUCTURE if len(parameters) == 1 and not near else ""
             hint = f"did you mean {near[0]!r}?" if near else f"it has {some(list(parameters), 8)}"
-            yield f"forward of {type(model).__name__} has no parameter {name!r}: {hint}"
+            yield f"forward of {type(model).__name__} has no parameter {name!r}: {hint}{structure}"
 
     def _unknown_names(self, parameters: Iterable[str], message: str) -> Iterator[str]:
         """The names that `forward` lacks and that the error may be about: it names them, or the first one is missing.

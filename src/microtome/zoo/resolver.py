@@ -24,7 +24,9 @@ from microtome.zoo.weights import load_weights
 
 _INPUT_HINT = (
     'Pass them: --input 1x3x224x224 on the command line, inputs="1x3x224x224" in Python; '
-    "'1x77:int64' for tokens, 'input_ids=1x77:int64' by name, several separated by commas"
+    "'1x77:int64' for tokens, 'input_ids=1x77:int64' by name, several separated by commas. Or define "
+    "example_inputs in the model's class or file, a value or a function that returns it, such as ({'image': image},) "
+    "for a forward that takes a dict"
 )
 
 #: A source and a name as in torchvision.resnet18, torchvision/resnet18 and torchvision.models.resnet18.
@@ -172,7 +174,8 @@ def _build(text: str, spec: ModelSpec, args: Mapping[str, Any], *, meta: bool) -
             raise NeedsValues(f"{text} cannot be built on the meta device: {reason}. Try it without meta") from error
         raise BuildFailed(f"{text} cannot be built: {reason}") from error
     if not isinstance(model, nn.Module):
-        raise NotAModule(f"expected {text} to return an nn.Module, got {type(model).__name__}")
+        inputs = ": define its inputs as example_inputs in its file" if isinstance(model, tuple | list | dict) else ""
+        raise NotAModule(f"expected {text} to return an nn.Module, got {type(model).__name__}{inputs}")
     return model.eval()
 
 

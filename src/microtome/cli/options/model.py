@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 #: Models with more bytes of weights have a note on whether these are in memory.
 _NOTED_BYTES = 2**30
-_INPUT = "Shapes of the inputs, such as 1x3x224x224 or input_ids=1x128:int64, comma-separated (default: an example)."
+_INPUT = (
+    "Shapes of the inputs, such as 1x3x224x224 or input_ids=1x128:int64, comma-separated (default: an example; for "
+    "./file.py:Net, the example_inputs of its class or file, which may be a dict or any other structure)."
+)
 _ARG = "Keyword argument of the model's class or factory, such as num_classes=10; repeatable."
 
 
