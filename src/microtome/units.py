@@ -228,6 +228,19 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
+#: A name that is repeated as an item of a list, without a value.
+_REPEATED = re.compile(r"\b(\w+)(?:, \1\b(?![=(.\[]))+")
+
+
+def merge_repeats(text: str) -> str:
+    """Write a name that is repeated in a list once, with its count.
+
+    >>> merge_repeats("DynamicCache(layers=[DynamicLayer, DynamicLayer, DynamicLayer])")
+    'DynamicCache(layers=[3 x DynamicLayer])'
+    """
+    return _REPEATED.sub(lambda match: f"{match[0].count(',') + 1} x {match[1]}", text)
+
+
 def some(names: Sequence[str], most: int, rest: str = ", …") -> str:
     """Join the first names; `rest` stands for the others.
 

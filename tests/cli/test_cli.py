@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from click.testing import CliRunner, Result
 
 from microtome import __version__, zoo
 from microtome.cli import main
+from microtome.cli.progress import print_warnings
 
 
 def microtome(*words: str) -> Result:
@@ -101,3 +103,10 @@ def test_a_reader_that_ends_early_is_no_error() -> None:
         assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == ""
+
+
+def test_a_warning_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with print_warnings():
+        for text in ("one", "one", "two", "one"):
+            warnings.showwarning(text, UserWarning, __file__, 1)
+    assert capsys.readouterr().err == "Warning: one\nWarning: two\n"

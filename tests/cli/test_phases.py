@@ -127,3 +127,23 @@ def test_a_plan_is_for_a_whole_answer(tmp_path: Path) -> None:
         assert "expected the tokens of the prompt and of the answer, such as 512,64" in refused.stderr
     both = CliRunner().invoke(main, [*words, "--tokens", "7,20", "--input", "1x7:int64"])
     assert "choose one of --tokens, the length of the prompt, and --input, the prompt" in both.stderr
+
+
+BASE = ["hf:llama"] + [
+    word
+    for arg in ("num_hidden_layers=2", "hidden_size=8", "intermediate_size=8", "num_attention_heads=1", "vocab_size=10")
+    for word in ("--arg", arg)
+]
+
+
+@pytest.mark.parametrize("command", [["profile", "--prefill", "4", "--decode"], ["cuts", "--prefill", "4"]])
+def test_a_base_model_is_noted_once_to_lack_the_head(command: list[str]) -> None:
+    pytest.importorskip("transformers")
+    args = [command[0], *BASE, "--arg", "num_key_value_heads=1", *command[1:]]
+    result = CliRunner().invoke(main, args)
+    assert result.exit_code == 0, result.output
+    assert result.stderr.count("without the head that gives logits") == 1
+    assert "--arg \"architectures=['LlamaForCausalLM']\"" in result.stderr
+    whole = CliRunner().invoke(main, [*args, "--arg", "architectures=['LlamaForCausalLM']"])
+    assert whole.exit_code == 0, whole.output
+    assert "without the head" not in whole.stderr

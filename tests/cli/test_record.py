@@ -84,6 +84,7 @@ def test_records_above_the_limit_are_not_reported_as_written(limit: str, note: s
     assert result.exit_code == 0, result.output
     assert result.stderr == f"Note: {note}\n"  # and no empty line of the progress bar
     assert len(mt.load(to)["layer1"]) == int(limit == "100KB")
+    assert result.stdout.startswith(f"{int(limit == '100KB')} of 3 records of 1 layer in 3 runs")
 
 
 def test_records_that_an_earlier_run_dropped_are_not_counted_again(data: Path, tmp_path: Path) -> None:

@@ -288,6 +288,19 @@ def test_the_costliest_calls_are_those_that_cost_it_themselves(p: mt.Profile) ->
     assert [row.address for row in p.top(1, by="params")] == ["tokens"]
 
 
+@pytest.mark.parametrize(
+    ("by", "shown"),
+    [("macs", "own MACs; "), ("saved_bytes", "own saved; "), ("peak_bytes", " peak memory; ")],
+)
+def test_the_costliest_calls_are_shown_with_what_orders_them(by: str, shown: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    top = mt.profile(model, torch.ones(3, 4), backward=True).top(2, by=by)
+    first, second = repr(top)[1:-1].split(">, <")
+    assert shown in first
+    assert shown in second
+    assert top == tuple(top)
+
+
 def test_the_tree_holds_every_row_once(p: mt.Profile) -> None:
     def walk(tree: dict[str, Any]) -> list[str]:
         return [tree["row"].address, *(address for child in tree["children"] for address in walk(child))]

@@ -43,6 +43,7 @@ def test_what_was_never_sent_has_no_phases_of_the_server() -> None:
     )
     assert alone.phases()["wire"] is None
     assert alone.reasons == {}
+    assert "rows of servers" not in text(alone)
     assert "all here: 1 request in 1 s" in text(alone)
     assert "waiting for another counts in the total" in text(alone)
     assert "waiting for another counts as wire" in text(request_log())
@@ -60,6 +61,7 @@ def test_the_text_says_what_ended_here_and_where_the_cut_moved() -> None:
     for words in ("1 request of 6 ended here", f"1 of them: {LATE}", "a, zstd: planned", "all here: the link is slow"):
         assert words in shown
     assert "1 request had to be sent again" in shown
+    assert "rows of servers, such as wire, run and sent, are of 5 requests: those they answered" in shown
     assert "| tail here | 500 ms | 500 ms |" in markdown(request_log())
     assert len(csv(request_log()).splitlines()) == 7
 

@@ -575,10 +575,13 @@ def test_training_and_inference_are_not_mixed() -> None:
         pytest.raises(RemoteError, match="does not train the model: start it with optimizer="),
     ):
         mt.connect(model, x, server.address, "layer1", train=True)
+    with (
+        serve(model, x, listen="127.0.0.1:0", optimizer=make_optimizer) as server,
+        pytest.raises(RemoteError, match="trains the model, and answers no other requests: connect with train=True"),
+    ):
+        mt.connect(model, x, server.address)
     with serving(build()) as server:
-        with pytest.raises(
-            RemoteError, match="trains the model, and answers no other requests: connect with train=True"
-        ):
+        with pytest.raises(Unsupported, match=r"Put the model in eval mode, .* or train it with train=True"):
             mt.connect(build(), X, server.address)
         connection = Connection(server.address)
         try:

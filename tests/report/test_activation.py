@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import microtome as mt
 from microtome import zoo
@@ -128,3 +128,12 @@ def test_features_and_series_have_the_same_options() -> None:
     }
     of_features = signature(Features.plot).parameters
     assert options == {name: option for name, option in of_features.items() if option.kind is option.KEYWORD_ONLY}
+
+
+def test_a_picture_is_not_written_under_the_name_of_another_format(tmp_path: Path) -> None:
+    picture = mt.extract(nn.Conv2d(3, 2, 3), torch.ones(1, 3, 8, 8), "").plot("")
+    with pytest.raises(BadQuery, match=r"expected a file for a PNG picture, such as act.png, got '.*act.jpg'"):
+        picture.save(tmp_path / "act.jpg")
+    assert not list(tmp_path.iterdir())
+    picture.save(tmp_path / "act.PNG")
+    assert (tmp_path / "act.PNG").read_bytes().startswith(b"\x89PNG")

@@ -72,9 +72,10 @@ class ActivationRecorder(SignalSafe[Any], Mapping[str, Series]):
         progress: Called with the `RecordTotals` after each run.
 
     >>> import torch
+    >>> import microtome as mt
     >>> from torch import nn
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
-    >>> with ActivationRecorder(net, "1", reduce="mean") as rec:
+    >>> with mt.record(net, "1", reduce="mean") as rec:
     ...     for _ in range(4):
     ...         _ = net(torch.ones(5, 2))
     >>> rec["1"].cat().shape, rec.stats("1").count

@@ -21,10 +21,13 @@ def print_notes(notes: Iterable[str]) -> None:
 
 @contextmanager
 def print_warnings() -> Iterator[None]:
-    """Print warnings in the block as a line each, without the source line that Python adds."""
+    """Print each different warning in the block once, as a line without the source line that Python adds."""
+    printed: set[str] = set()
 
     def print_warning(message: Warning | str, *_: object, **__: object) -> None:
-        click.echo(sanitize_text(f"Warning: {message}"), err=True)
+        if str(message) not in printed:
+            printed.add(str(message))
+            click.echo(sanitize_text(f"Warning: {message}"), err=True)
 
     with warnings.catch_warnings():
         warnings.showwarning = print_warning

@@ -70,7 +70,7 @@ def report(profile: Profile, view: RowSelection | None = None, medium: Medium = 
         *profile_notes(profile),
         *_notes(profile, view, dict(zip(columns, cells, strict=True)), len(rows)),
     )
-    return Report(f"{profile.title} on {profile.inputs}", (table,), notes, figures=_figures(profile))
+    return Report(profile.heading, (table,), notes, figures=_figures(profile))
 
 
 def _capped(profile: Profile, rows: list[Any]) -> list[int]:

@@ -89,6 +89,9 @@ def _notes(log: RequestLog) -> Iterator[str]:
         yield f"{plural(len(log.on_edge), 'request')} of {len(log.requests):,} ended here"
     for reason, times in list(log.reasons.items())[:_FEW]:
         yield f"  {times:,} of them: {reason}"
+    answered = len(log.requests) - len(log.on_edge)
+    if log.on_edge and answered:
+        yield f"rows of servers, such as wire, run and sent, are of {plural(answered, 'request')}: those they answered"
     retried = sum(sent.attempts > 1 for sent in log.requests)
     if retried:
         yield f"{plural(retried, 'request')} had to be sent again"

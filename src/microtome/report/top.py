@@ -84,7 +84,7 @@ def report(profile: Profile, n: int = 10) -> Report:
     is_noisy = any(is_noise(metric, metric.own(row)) for metric in known.values() for row in every)
     noise = [noise_note(profile)] if is_noisy else []
     return Report(
-        f"{profile.title} on {profile.inputs}: the costliest layers",
+        f"{profile.heading}: the costliest layers",
         (Table(tuple(columns), tuple(lines), has_rules=False),),
         (*_missing(profile, ranked), *_NOTES, *noise, *profile_notes(profile)),
     )

@@ -375,7 +375,7 @@ def weight(layer: LayerChange, totals: Iterable[MetricChange]) -> float:
 
 
 def _title(profile: Profile) -> str:
-    return f"{profile.title} on {profile.inputs}"
+    return profile.heading
 
 
 def _have_equal_tensors(before: Profile, after: Profile) -> bool:

@@ -14,8 +14,8 @@ from microtome.files.reading import File
 from microtome.results.base import Result, render, write
 from microtome.results.measurements import EnergyUse, MemoryUse, Sampling, Timeline, Timing
 from microtome.results.metrics import METRICS, find_choice, why_unknown
-from microtome.results.rows import AMOUNTS, Group, Row, add, flat, group, tracr_record, upgrade_calls
-from microtome.units import plural
+from microtome.results.rows import AMOUNTS, Group, Ranking, Row, add, flat, group, tracr_record, upgrade_calls
+from microtome.units import merge_repeats, plural
 
 if TYPE_CHECKING:
     from microtome.results.diff import Diff
@@ -127,6 +127,11 @@ class Profile(Result, kind="profile", schema=2):
     def title(self) -> str:
         """The name of the model, or else its type."""
         return self.name or self.model
+
+    @property
+    def heading(self) -> str:
+        """The title and the inputs."""
+        return f"{self.title} on {merge_repeats(self.inputs)}"
 
     @property
     def total(self) -> Row:
@@ -253,7 +258,7 @@ class Profile(Result, kind="profile", schema=2):
         costs = [(row, cost) for row in self.calls if isinstance(cost := metric.own(row), int | float)]
         if not costs:
             raise BadQuery(f"no call has a value of {by!r} to order by: {why_unknown(self, metric)}")
-        return tuple(row for row, _ in sorted(costs, key=lambda pair: -pair[1])[:n])
+        return Ranking(metric, (row for row, _ in sorted(costs, key=lambda pair: -pair[1])[:n]))
 
     def show(
         self,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from microtome.addresses import number_calls
 from microtome.results.measurements import Load, Spread
-from microtome.results.metrics import LOAD, METRICS, Amounts, CallAmounts
+from microtome.results.metrics import LOAD, METRICS, Amounts, CallAmounts, Metric
 from microtome.units import plural, shape, write
 
 T = TypeVar("T")
@@ -88,6 +88,25 @@ class Row(CallAmounts):
     def is_launch_bound(self) -> bool | None:
         """Whether the host takes longer to launch the work than the GPU to do it; None without device times."""
         return self.time_s > self.device_s if self.device_s and self.time_s is not None else None
+
+
+class Ranking(tuple[Row, ...]):
+    """Calls in the order of a metric, whose representation begins with it."""
+
+    metric: Metric
+
+    def __new__(cls, metric: Metric, rows: Iterable[Row]) -> Self:
+        ranking = super().__new__(cls, rows)
+        ranking.metric = metric
+        return ranking
+
+    def __repr__(self) -> str:
+        return f"({', '.join(map(self._describe, self))}{',' * (len(self) == 1)})"
+
+    def _describe(self, row: Row) -> str:
+        own = "own " if self.metric.adds_up == "sum" else ""
+        cost = f"{write(self.metric.own(row), self.metric.unit)} {own}{self.metric.label}"
+        return f"<{row.address or '(root)'}: {row.type}, {cost}; {_main_amounts(row)}>"
 
 
 def merge_rows(rows: Sequence[Row]) -> Row:

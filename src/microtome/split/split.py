@@ -38,8 +38,9 @@ def split(
             the model, whose other weights are on `meta`.
         state: Names of arguments that are state, such as a cache of your own class: objects that calls mutate and that
             the next step goes on with. Those that calls mutate on the example are found without it.
-        grad: Keep the gradient of what crosses, for training: `tail(head(x))` backpropagates through the cut, and
-            `Boundary.backward` takes gradients that come back from another process. The gradients are verified, too.
+        grad: Keep the gradient of what crosses, for training; without it, a backward ends at the cut. `tail(head(x))`
+            backpropagates through the cut, and `Boundary.backward` takes gradients that come back from another
+            process. The gradients are verified, too.
 
     Raises:
         NoMatch: There is no such call, or the model cannot be cut there; with the reason.

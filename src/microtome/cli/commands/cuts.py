@@ -11,7 +11,7 @@ from microtome.cli.interrupts import import_torch
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
 from microtome.cli.options.numbers import WholeNumber
 from microtome.cli.options.outputs import Outputs, output_options
-from microtome.cli.options.prompt import check_prompt, find_cuts, prefill_option
+from microtome.cli.options.prompt import check_prompt, find_cuts, note_base_model, prefill_option
 from microtome.cli.options.repetition import Command
 from microtome.cli.progress import show_progress
 from microtome.results.cuts import By
@@ -50,7 +50,9 @@ def cuts(
         with show_progress(f"cutting {model.name}"), wrap_model_errors(resolved), torch.no_grad():
             return find_cuts(resolved, prefill)[0]
 
-    _, result = model.count(find, how=lambda found: found.how, one_pass=prefill is None)
+    resolved, result = model.count(find, how=lambda found: found.how, one_pass=prefill is None)
+    if prefill is not None:
+        note_base_model(model, resolved.model)
     if best is not None:
         report = details(result.best(best), result)
         outputs.write_result(result, partial(report_text, report), md=partial(report_markdown, report))

@@ -151,10 +151,9 @@ def _check_generates(name: str, model: Any) -> None:
     model_class = model if isinstance(model, type) else type(model)
     hint = "of your own model, run the steps in Python, with stages.session()"
     if name.startswith("hf:"):
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+        from microtome.zoo.sources.hf import causal_class
 
-        config: Any = getattr(model_class, "config_class", None)
-        causal = CAUSAL.get(getattr(config, "model_type", ""), "LlamaForCausalLM")
+        causal = causal_class(model_class) or "LlamaForCausalLM"
         hint = f"name a class that has one, such as --arg \"architectures=['{causal}']\""
     raise Unsupported(f"{name} is a {model_class.__name__}, which has no method `generate`: {hint}")
 

@@ -13,7 +13,7 @@ from microtome.cli.options.choices import OBJECTIVES, SCHEDULES
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
 from microtome.cli.options.numbers import Number, WholeNumber
 from microtome.cli.options.outputs import Outputs, output_options
-from microtome.cli.options.prompt import check_prompt, find_cuts
+from microtome.cli.options.prompt import check_prompt, find_cuts, note_base_model
 from microtome.cli.options.repetition import Command
 from microtome.cli.progress import show_progress
 
@@ -151,10 +151,13 @@ def plan(
     chain = _chain(edge, cloud, profiles, Link(bandwidth, rtt, jitter, joules_per_byte))
     prompt = None if tokens is None else tokens[0]
     if measures_codecs:
-        cuts, measured = _find_cuts(model.resolve(one_pass=prompt is None), prompt, codecs or ("raw",))
+        resolved = model.resolve(one_pass=prompt is None)
+        cuts, measured = _find_cuts(resolved, prompt, codecs or ("raw",))
     else:
         find = partial(_find_cuts, prompt=prompt)
-        _, (cuts, measured) = model.count(find, how=lambda found: found[0].how, one_pass=prompt is None)
+        resolved, (cuts, measured) = model.count(find, how=lambda found: found[0].how, one_pass=prompt is None)
+    if tokens is not None:
+        note_base_model(model, resolved.model)
     with show_progress(f"planning {model.name}"):
         result = plan_cuts(cuts, **chain, codec=codecs, costs=measured or costs or None, tokens=tokens, **options)
     formats = {"perfetto": result.to_perfetto}

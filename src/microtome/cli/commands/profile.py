@@ -14,7 +14,7 @@ from microtome.cli.options.choices import CONVENTIONS, DEVICE_TIMES, SOURCES
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
 from microtome.cli.options.numbers import Number, WholeNumber
 from microtome.cli.options.outputs import Outputs, check_opened, open_option, open_page, output_options
-from microtome.cli.options.prompt import check_prompt, make_prompt, prefill_option
+from microtome.cli.options.prompt import check_prompt, make_prompt, note_base_model, prefill_option
 from microtome.cli.options.repetition import Command, list_option
 from microtome.cli.progress import print_notes, show_progress
 from microtome.errors import MicrotomeError
@@ -145,6 +145,8 @@ def profile(
         result = run(resolved := model.resolve(one_pass=not phases))
     else:
         resolved, result = model.count(run, one_pass=not phases)
+    if phases:
+        note_base_model(model, resolved.model)
     result = replace(result, name=model.name)
     is_selected = any((granularity is not None, by, sort, top is not None, selected))
     if phases:

@@ -69,8 +69,10 @@ def record(*, model: ModelOptions, select: tuple[str, ...], data: str, batch: in
                     resolved.model(x)
     totals = recorder.totals
     what = "outputs, only their statistics kept, " if options["keep"] == "stats" else ""
+    kept = totals.records - recorder.dropped
+    records = f"{kept} of " * bool(recorder.dropped) + plural(totals.records, "record")
     click.echo(
-        f"{plural(totals.records, 'record')} of {plural(len(recorder), 'layer')} in {plural(totals.runs, 'run')}, "
+        f"{records} of {plural(len(recorder), 'layer')} in {plural(totals.runs, 'run')}, "
         f"{size(totals.nbytes)} {what}in {seconds(totals.seconds)} ({_rate(totals)}), in {options['to']}"
     )
     if recorder.dropped:

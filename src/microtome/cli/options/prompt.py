@@ -10,8 +10,11 @@ import click
 
 from microtome.cli.options.model import ModelOptions
 from microtome.cli.options.numbers import WholeNumber
+from microtome.cli.progress import print_notes
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from microtome.inputs import Inputs
     from microtome.results.cuts import Cuts
     from microtome.trace.phases import Prompt
@@ -27,6 +30,21 @@ def check_prompt(option: str, model: ModelOptions, length: object) -> None:
     """Raise if an option for the length of the prompt and the prompt are both set."""
     if length is not None and model.inputs is not None:
         raise click.UsageError(f"choose one of {option}, the length of the prompt, and --input, the prompt")
+
+
+def note_base_model(model: ModelOptions, built: nn.Module) -> None:
+    """Print a note on a model of transformers without the head that gives logits, which its costs then lack."""
+    if not model.name.startswith("hf:") or callable(getattr(built, "generate", None)):
+        return
+    from microtome.zoo.sources.hf import causal_class
+
+    if name := causal_class(type(built)):
+        print_notes(
+            [
+                f"{model.name} is a {type(built).__name__}, without the head that gives logits, whose costs are not "
+                f"included: add it with --arg \"architectures=['{name}']\""
+            ]
+        )
 
 
 def make_prompt(resolved: Resolved, length: int) -> Prompt:

@@ -34,7 +34,7 @@ def html(profile: Profile, cuts: Any = None, compare: Any = None) -> str:
     places = _load(cuts, Cuts, "the cuts that microtome.cuts returns")
     other = _load(compare, Profile, "a profile to compare with")
     explored = explorer(profile, places, other)
-    title = escape(f"{profile.title} on {profile.inputs}")
+    title = escape(profile.heading)
     lines = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{policy()}">',

@@ -46,6 +46,9 @@ class Picture:
         return self.png
 
     def save(self, file: File) -> None:
+        """Write the picture as PNG; raise BadQuery if the file is named as one of another format."""
+        if Path(file).suffix.lower() not in (".png", ""):
+            raise BadQuery(f"expected a file for a PNG picture, such as {Path(file).stem}.png, got {str(file)!r}")
         with translate_write_errors(repr(str(file))):
             Path(file).write_bytes(png(self.pixels))
 

@@ -91,7 +91,7 @@ def perfetto(profile: Profile) -> str:
     """Export Chrome trace JSON: calls as nested slices, memory, load and power as counters."""
     events = ChromeEvents()
     tracks = _tracks(profile)
-    pid = events.process(f"{profile.title} on {profile.inputs}")
+    pid = events.process(profile.heading)
     for name, slices in tracks.items():
         lane = events.lane(pid, name)
         for row, begin_ns, end_ns in slices:
@@ -167,7 +167,7 @@ def speedscope(profile: Profile) -> str:
         "$schema": "https://www.speedscope.app/file-format-schema.json",
         "shared": {"frames": [{"name": name} for name in names]},
         "profiles": [_evented_profile(name, slices, frames) for name, slices in tracks.items()],
-        "name": f"{profile.title} on {profile.inputs}",
+        "name": profile.heading,
         "activeProfileIndex": 0,
         "exporter": "microtome",
     }

@@ -129,6 +129,15 @@ def _no_such_model(name: str) -> NoMatch:
     )
 
 
+def causal_class(model_class: type) -> str:
+    """Return the name of the class with a head for the next token, of a model's type; "" if there is none."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+    config: Any = getattr(model_class, "config_class", None)
+    name: str = CAUSAL.get(getattr(config, "model_type", ""), "")
+    return name
+
+
 def _model_class(transformers: ModuleType, name: str, config: Any) -> Any:
     """Return the class that the configuration names, or else the base model."""
     for architecture in getattr(config, "architectures", None) or ():
