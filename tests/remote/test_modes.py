@@ -11,27 +11,27 @@ import torch
 from torch import Tensor, nn
 
 import microtome as mt
-from microtome import zoo
 from microtome.errors import BadWeights, RemoteError, Unsupported
 from microtome.remote.sweep import sweep
+from tests.remote.small import small
 
 pytestmark = pytest.mark.integration
 
-Dropout = tuple[nn.Module, Tensor]
+Example = tuple[nn.Module, Tensor]
 
 
 @pytest.fixture
-def dropout() -> Dropout:
+def dropout() -> Example:
     return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4), nn.Dropout(0.5)).eval(), torch.ones(1, 4)
 
 
 @pytest.fixture
-def resnet() -> Dropout:
-    return zoo.build("tiny-resnet")
+def resnet() -> Example:
+    return small()
 
 
 @pytest.mark.parametrize("at", ["layer1", "(input)", "auto"])
-def test_connect_refuses_a_model_that_would_change_its_buffers(resnet: Dropout, at: str) -> None:
+def test_connect_refuses_a_model_that_would_change_its_buffers(resnet: Example, at: str) -> None:
     model, x = resnet
     training = copy.deepcopy(model).train()
     before = copy.deepcopy(training.state_dict())
@@ -43,7 +43,7 @@ def test_connect_refuses_a_model_that_would_change_its_buffers(resnet: Dropout, 
     assert all(value.equal(before[name]) for name, value in training.state_dict().items())
 
 
-def test_connect_refuses_stages_of_a_model_that_would_change_its_buffers(resnet: Dropout) -> None:
+def test_connect_refuses_stages_of_a_model_that_would_change_its_buffers(resnet: Example) -> None:
     model, x = resnet
     with mt.serve(model, x, listen="127.0.0.1:0") as server:
         head, _ = mt.split(copy.deepcopy(model).train(), x, at="layer1")
@@ -53,7 +53,7 @@ def test_connect_refuses_stages_of_a_model_that_would_change_its_buffers(resnet:
 
 @pytest.mark.parametrize("at", ["0", "2", "(input)"])
 @pytest.mark.parametrize("trains", ["client", "server"])
-def test_dropout_on_one_side_alone_is_another_model(dropout: Dropout, at: str, trains: str) -> None:
+def test_dropout_on_one_side_alone_is_another_model(dropout: Example, at: str, trains: str) -> None:
     model, x = dropout
     sides = {"client": model, "server": model, trains: copy.deepcopy(model).train()}
     refused = pytest.raises(RemoteError, match="The weights are equal: .* in the same mode, eval or training")
@@ -61,7 +61,7 @@ def test_dropout_on_one_side_alone_is_another_model(dropout: Dropout, at: str, t
         mt.connect(sides["client"], x, server.address, at=at)
 
 
-def test_stages_that_drop_out_are_not_loaded_into_a_model_in_eval_mode(dropout: Dropout, tmp_path: Any) -> None:
+def test_stages_that_drop_out_are_not_loaded_into_a_model_in_eval_mode(dropout: Example, tmp_path: Any) -> None:
     model, x = dropout
     mt.split(model.train(), x, at="0").save(tmp_path)
     with pytest.raises(BadWeights, match="It is loaded in eval mode"):
@@ -71,7 +71,7 @@ def test_stages_that_drop_out_are_not_loaded_into_a_model_in_eval_mode(dropout: 
 @pytest.mark.parametrize("at", ["layer1", "(input)"])
 @pytest.mark.parametrize(("path", "name"), [("", "the model"), ("layer2", "'layer2'")])
 def test_a_module_put_in_training_mode_between_requests_is_refused(
-    resnet: Dropout, at: str, path: str, name: str
+    resnet: Example, at: str, path: str, name: str
 ) -> None:
     model, x = resnet
     here = copy.deepcopy(model)
@@ -89,7 +89,7 @@ def test_a_module_put_in_training_mode_between_requests_is_refused(
 
 
 @pytest.mark.parametrize("connect_at", ["layer1", "(input)"])
-def test_a_served_module_put_in_training_mode_does_not_run(resnet: Dropout, connect_at: str) -> None:
+def test_a_served_module_put_in_training_mode_does_not_run(resnet: Example, connect_at: str) -> None:
     model, x = resnet
     served = copy.deepcopy(model)
     with (
@@ -104,7 +104,7 @@ def test_a_served_module_put_in_training_mode_does_not_run(resnet: Dropout, conn
 
 
 @pytest.mark.parametrize("run", [lambda stages, x: stages(x), lambda stages, x: stages[0](x)], ids=["all", "head"])
-def test_a_stage_does_not_run_with_a_module_in_another_mode(resnet: Dropout, run: Callable[[Any, Tensor], Any]) -> None:
+def test_a_stage_does_not_run_with_a_module_in_another_mode(resnet: Example, run: Callable[[Any, Tensor], Any]) -> None:
     model, x = resnet
     stages = mt.split(model, x, at="layer1")
     model.get_submodule("layer1.0").train()
