@@ -128,11 +128,12 @@ class Inputs:
         if is_float and _EXPECTS_INTEGERS.search(str(error)):
             yield "Inputs of a shape without a dtype have that of the model's weights: '1x128:int64' is for token ids."
         parameters = _parameters(model)
+        structure = _STRUCTURE if len(parameters) == 1 else ""
         for name in self._unknown_names(parameters, str(error)):
             near = difflib.get_close_matches(name, parameters, n=1)
-            structure = _STRUCTURE if len(parameters) == 1 and not near else ""
             hint = f"did you mean {near[0]!r}?" if near else f"it has {some(list(parameters), 8)}"
-            yield f"forward of {type(model).__name__} has no parameter {name!r}: {hint}{structure}"
+            yield f"forward of {type(model).__name__} has no parameter {name!r}: {hint}{'' if near else structure}"
+            structure = structure if near else ""  # once
 
     def _unknown_names(self, parameters: Iterable[str], message: str) -> Iterator[str]:
         """The names that `forward` lacks and that the error may be about: it names them, or the first one is missing.
