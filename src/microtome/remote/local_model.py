@@ -15,7 +15,7 @@ from microtome.inputs import no_inputs_error
 from microtome.remote.payloads import INPUTS
 from microtome.results.cuts import Cut
 from microtome.results.plan import Plan
-from microtome.split.modes import Modes
+from microtome.split.modes import ModuleModes
 from microtome.split.splitter import Splitter
 from microtome.split.stage import Stage
 from microtome.split.variants import StageVariants
@@ -50,7 +50,7 @@ class LocalModel:
             if source.variants is not None and source.ends_at is not None:
                 self._variants[source.ends_at] = source.variants
         self.model, self.fingerprint, self.spec = source.model, source.fingerprint, source.spec
-        self._modes = Modes(self.model)
+        self._modes = ModuleModes(self.model)
         tensors = (*self.model.parameters(), *self.model.buffers())
         self.is_whole = self.splitter is not None and not any(tensor.is_meta for tensor in tensors)
 

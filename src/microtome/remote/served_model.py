@@ -25,7 +25,7 @@ from microtome.remote.step_codec import parse_split
 from microtome.remote.tensor_messages import encode_tensors, parse_tensors
 from microtome.split.boundary.boundary import Boundary
 from microtome.split.description import restore_inputs
-from microtome.split.modes import Modes
+from microtome.split.modes import ModuleModes
 from microtome.split.splitter import Splitter
 from microtome.split.stage import Stage
 from microtome.split.weights import copy_with_weights
@@ -75,7 +75,7 @@ class ServedModel:
             _check_stateless(source.state)
             self.cuts = (INPUTS, *(cut.at for cut in source.cuts))
         self.model, self.fingerprint, self._spec = source.model, source.fingerprint, source.spec
-        self._modes = Modes(self.model)
+        self._modes = ModuleModes(self.model)
 
     @property
     def name(self) -> str:

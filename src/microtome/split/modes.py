@@ -8,7 +8,7 @@ from microtome.engine.selectors import named_modules
 from microtome.errors import Unsupported
 
 
-class Modes:
+class ModuleModes:
     """The modes that the modules of a model were in when it was split."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -25,7 +25,7 @@ from microtome.split.execution.argument_reader import FlatInputs, InputReader
 from microtome.split.execution.placeholder import Placeholder
 from microtome.split.execution.schedule import Schedule
 from microtome.split.execution.stage_run import DrawingStageRun, StageRun
-from microtome.split.modes import Modes
+from microtome.split.modes import ModuleModes
 from microtome.split.state.stage_state import StageState
 from microtome.split.weights import tensor_at
 
@@ -87,7 +87,7 @@ class Stage:
         self.holders: Holders | None = None
         self.verified: str | None = None
         self.variants: StageVariants | None = None
-        self._modes = Modes(model)
+        self._modes = ModuleModes(model)
         self._parameters = tuple(parameters)
         self._idle: list[tuple[Session, StageRun]] = []
         self._input_reader = InputReader()
