@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -224,7 +225,11 @@ class Analysis:
 
     def writes(self, memory: int, begin: int, end: int | None = None) -> bool:
         """Whether an operator in this range writes to the memory."""
-        return any(begin <= op and (end is None or op < end) for op in self.writers.get(memory, ()))
+        ops = self.writers.get(memory)
+        if ops is None:
+            return False
+        found = bisect_left(ops, begin)
+        return found < len(ops) and (end is None or ops[found] < end)
 
 
 class _Attempt(NamedTuple):
