@@ -67,8 +67,8 @@ class CachedAttention:
         has_selected = any(source.is_selected for source in sources.values())
         if has_selected and len(sources) == len(probe.sources) and not probe.fused_ops:
             softmax = _SoftmaxProbe(self._capture, sources)
-            at = list(select(model, softmax.paths).values())  # modules: fewer are compared than with paths
-            session = Session(model, [softmax], at=at, other_threads="ignore")
+            observed = list(select(model, softmax.paths).values())  # modules: fewer are compared than with paths
+            session = Session(model, [softmax], at=observed, other_threads="ignore")
             self._cache = _Cache(softmax, session, modules, [module.training for module in modules])
         return output, probe
 
