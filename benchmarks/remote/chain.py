@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import repeat
 from typing import Any
@@ -18,6 +18,8 @@ from benchmarks.timing import lower_quartile
 MODEL, INPUTS = "torchvision:resnet50", "1x3x224x224"
 #: The stage in the middle takes more than half of the time, so that two cores suffice for three processes.
 CUTS = ("layer1.0", "layer4.0")
+#: Cuts where the same number of bytes crosses.
+EQUAL_CUTS = ("layer3.0", "layer3.4")
 
 
 def measure(routes: dict[str, tuple[list[str], list[str]]], streams: list[str], rounds: int) -> dict[str, Any]:
@@ -55,39 +57,59 @@ def measure(routes: dict[str, tuple[list[str], list[str]]], streams: list[str], 
     return {name: {what: lower_quartile(spent) for what, spent in each.items()} for name, each in seen.items()}
 
 
-def measure_routes(cuts: Mapping[str, Sequence[str]], rounds: int) -> dict[str, dict[str, float]]:
-    """Measure, with three processes: one server, and two servers at each of these pairs of cuts, also forwarded."""
+def measure_routes(
+    cuts: Mapping[str, Sequence[str]], rounds: int, *, single: Sequence[str] = (), streams: Sequence[str] | None = None
+) -> dict[str, dict[str, float]]:
+    """Measure, with three processes: two servers at each of these pairs of cuts, by the client and forwarded.
+
+    Args:
+        single: Cuts at which one server is measured, too.
+        streams: The names of the pairs to stream over; None: all.
+    """
     with (
         microtome(LOOPBACK, MODEL, INPUTS) as first,
         microtome(LOOPBACK, MODEL, INPUTS) as second,
         microtome(LOOPBACK, MODEL, INPUTS, "--forward", second) as forwards,
     ):
-        routes: dict[str, Any] = {"one server": ([first], list(CUTS[:1]))}
+        routes: dict[str, Any] = {_one_server(at): ([second], [at]) for at in single}
+        streamed = []
         for name, pair in cuts.items():
-            routes[name] = [first, second], list(pair)
-            routes[f"{name}, forwarded"] = [forwards, second], list(pair)
-        options = {"routes": routes, "streams": list(routes), "rounds": rounds}
+            both = {name: ([first, second], list(pair)), f"{name}, forwarded": ([forwards, second], list(pair))}
+            routes |= both
+            streamed += list(both) if streams is None or name in streams else []
+        options = {"routes": routes, "streams": streamed, "rounds": rounds}
         result: dict[str, dict[str, float]] = job(LOOPBACK, "benchmarks.remote.chain:measure", options)
         return result
 
 
+def _one_server(at: str) -> str:
+    return f"one server at {at}"
+
+
 def run(network: Network) -> list[Target]:
-    routes = measure_routes({"two servers": CUTS}, rounds=5)
-    first = routes["one server"]["added"]
-    targets = []
-    for name in list(routes)[1:]:
-        seconds = routes[name]
+    pairs = {"two servers": CUTS, "two servers, equal bytes": EQUAL_CUTS}
+    cuts = [*CUTS, *EQUAL_CUTS]
+    routes = measure_routes(pairs, rounds=5, single=cuts, streams=["two servers"])
+    return [
+        target
+        for name, pair in pairs.items()
+        for route in (name, f"{name}, forwarded")
+        for target in _targets(route, pair, routes)
+    ]
+
+
+def _targets(route: str, cuts: Sequence[str], routes: Mapping[str, Mapping[str, float]]) -> Iterator[Target]:
+    seconds, (first, second) = routes[route], cuts
+    if "interval" in seconds:
         slowest = max(spent for what, spent in seconds.items() if what.startswith("stage"))
-        listed = ", ".join(f"{what} {1e3 * spent:.2f}" for what, spent in seconds.items())
-        targets += [
-            Target(
-                f"resnet50 over {name}: time from result to result / slowest stage",
-                seconds["interval"] / slowest,
-                1 / 0.85,
-                note=f"resnet50 at {' and '.join(CUTS)} over {name}, milliseconds: {listed}",
-            ),
-            Target(
-                f"resnet50 over {name}: latency of the second hop / of the first", seconds["added"] / first - 1, 1.0
-            ),
-        ]
-    return targets
+        name = f"resnet50 over {route}: time from result to result / slowest stage"
+        yield Target(name, seconds["interval"] / slowest, 1 / 0.85)
+    alone = {at: routes[_one_server(at)]["added"] for at in cuts}
+    listed = ", ".join(f"{what} {1e3 * spent:.2f}" for what, spent in seconds.items())
+    added = ", ".join(f"{1e3 * spent:.2f} at {at}" for at, spent in alone.items())
+    yield Target(
+        f"resnet50 over {route}: latency of the second hop / of one server at the same cut",
+        (seconds["added"] - alone[first]) / alone[second],
+        1.0,
+        note=f"resnet50 at {' and '.join(cuts)} over {route}, milliseconds: {listed}; one server adds {added}",
+    )
