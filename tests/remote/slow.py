@@ -20,6 +20,9 @@ class Gate:
 
     def __init__(self) -> None:
         self.number = random.randrange(1, 1 << 24)  # a float32 holds it
+        self.close()
+
+    def close(self) -> None:
         _file(self.number).touch()
 
     def open(self) -> None:

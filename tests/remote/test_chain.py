@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,34 +17,14 @@ from microtome import zoo
 from microtome.engine.pytree import tensors_in
 from microtome.errors import BadQuery, NoMatch, RemoteError, Unsupported
 from microtome.remote import protocol
-from microtome.remote.client import Remote
 from microtome.remote.connection import Connection
 from microtome.remote.message import Message
 from microtome.remote.remote_session import RemoteSession
 from microtome.remote.server import Server
 from microtome.zoo.writer import KVCache
-from tests.remote.process import ServerProcess
-from tests.remote.proxy import Proxy, Weather, until
-from tests.remote.slow import Gate, Slow, asking
+from tests.remote.chains import CUTS, connected, servers_of, serving
 from tests.remote.small import small
 from tests.remote.test_security import Authority
-
-CUTS = ["stem", "layer1"]
-SLOW = "tests.remote.slow:Slow", "--input", "1x8"
-
-
-def serving(model: Any, inputs: Any = None, **options: Any) -> Server:
-    return mt.serve(model, inputs, listen="127.0.0.1:0", **options)
-
-
-def connected(model: Any, x: Any, *servers: Any, **options: Any) -> Remote:
-    return mt.connect(model, x, servers=servers, **{"fallback": None, "codec": "raw", "at": CUTS, **options})
-
-
-@contextmanager
-def servers_of(model: nn.Module, x: Tensor, number: int, **options: Any) -> Iterator[list[Server]]:
-    with ExitStack() as stack:
-        yield [stack.enter_context(serving(model, x, **options)) for _ in range(number)]
 
 
 @pytest.fixture(scope="module")
@@ -118,53 +95,6 @@ def test_a_lossy_codec_holds_for_every_hop(resnet: tuple[nn.Module, Tensor], pai
         assert half.requests[-1].sent_bytes < 0.6 * raw.requests[-1].sent_bytes
 
 
-# -- neither inputs nor outputs leave ----------------------------------------------------------------------------------
-
-
-class _Wiretap:
-    """A proxy that keeps all bytes that pass it."""
-
-    def __init__(self, address: str) -> None:
-        self.data = bytearray()
-        self._lock = threading.Lock()
-        self.proxy = Proxy(address, lambda _: (Weather(corrupt=self._keep), Weather(corrupt=self._keep)))
-
-    def _keep(self, _: int, data: bytes) -> bytes:
-        with self._lock:
-            self.data += data
-        return data
-
-
-def _parts(tensor: Tensor) -> list[bytes]:
-    """Pieces of the bytes of a tensor, shorter than a frame of HTTP/2."""
-    data = tensor.detach().contiguous().numpy().tobytes()
-    return [data[start : start + 16] for start in range(0, len(data), 16)]
-
-
-@torch.no_grad()
-def test_neither_the_input_nor_the_output_is_on_the_wire_if_both_ends_run_here(
-    resnet: tuple[nn.Module, Tensor], pair: list[Server]
-) -> None:
-    model, _ = resnet
-    x = torch.randn(1, 3, 32, 32)
-    output = model(x)
-    boundary = mt.split(model, x, at="stem")[0](x).tensors["stem"]
-
-    def crossed(at: Any) -> dict[str, int]:
-        tap = _Wiretap(pair[0].address)
-        with tap.proxy, connected(model, torch.zeros_like(x), tap.proxy.address, at=at) as remote:
-            tap.data.clear()
-            assert remote(x).equal(output)
-        found = {"input": x, "output": output, "boundary": boundary}
-        return {name: sum(part in tap.data for part in _parts(one)) for name, one in found.items()}
-
-    u_shaped = crossed(CUTS)
-    assert (u_shaped["input"], u_shaped["output"]) == (0, 0)
-    assert u_shaped["boundary"] > 0.9 * len(_parts(boundary))  # the test reads what crosses
-    assert crossed("stem")["output"] == len(_parts(output))  # and finds an output where there is one
-    assert crossed("(input)")["input"] > 0.9 * len(_parts(x))
-
-
 # -- stages of a folder ------------------------------------------------------------------------------------------------
 
 
@@ -229,6 +159,27 @@ def test_three_servers_forward_in_turn(resnet: tuple[nn.Module, Tensor], pair: l
             answered.add(hops[2])
         assert remote.requests[-1].received_bytes < 1000
         assert answered == {one.address for one in pair}  # in turn
+
+
+@pytest.mark.parametrize("is_forwarded", [False, True])
+@torch.no_grad()
+def test_two_servers_run_the_middle_stages_of_four(
+    resnet: tuple[nn.Module, Tensor], pair: list[Server], is_forwarded: bool
+) -> None:
+    model, x = resnet
+    cuts = ["stem", "layer1", "layer2"]
+    images = [torch.randn(1 + number % 3, 3, 32, 32) for number in range(6)]
+    with serving(model, x, forward=pair[1].address if is_forwarded else ()) as first:
+        addresses = [first.address, pair[1].address]
+        with connected(model, x, *addresses, at=cuts) as remote:
+            for image, output in zip(images, remote.stream(images), strict=True):
+                assert output.equal(model(image))
+            record = remote.requests[-1]
+            assert [hop.server for hop in record.hops] == addresses
+            assert [hop.at for hop in record.hops] == cuts[:2]
+            assert record.last_s > 0  # the last stage ran here
+            crossed = mt.split(model, images[-1], at="layer1")[0](images[-1]).nbytes
+            assert (record.received_bytes > crossed) is not is_forwarded
 
 
 @torch.no_grad()
@@ -314,112 +265,6 @@ def test_a_stage_that_is_not_there_is_refused(
     boundary = mt.split(model, x, at="stem")[0](x)
     with pytest.raises(RemoteError, match=message):
         _ask(pair[0], boundary, stage=protocol.StageRef(cuts=cuts, index=index))
-
-
-# -- servers that fail -------------------------------------------------------------------------------------------------
-
-
-def test_only_the_stages_that_are_left_run_here_if_a_server_dies() -> None:
-    model = Slow().eval()
-    with ServerProcess(*SLOW) as first, ServerProcess(*SLOW) as second, Gate() as gate:
-        servers = first.address, second.address
-        options = {"at": ["head", "wait"], "fallback": "local"}
-        with connected(model, asking(), *servers, **options) as remote, ThreadPoolExecutor(1) as threads:
-            x = asking(gate)
-            second.hang()
-            answer = threads.submit(remote, x)
-            gate.open()  # which the first server waits for
-            until(lambda: bool(remote._chain.pools[1].connections[0]._pending))
-            second.kill()
-            assert answer.result(60).equal(model(x))
-            record = remote.requests[-1]
-            assert record.where == "edge"
-            assert second.address in (record.reason or "")
-            assert [hop.server for hop in record.hops] == [first.address]  # its stage did not run here
-            x = asking()
-            assert remote(x).equal(model(x))
-            assert remote.requests[-1].hops == ()  # the chain is known to be broken
-        with pytest.raises(RemoteError, match=f"{second.address} cannot be reached"):
-            connected(model, asking(), *servers, timeout=1, **options)
-
-
-@torch.no_grad()
-def test_a_fallback_leaves_time_before_the_deadline_for_all_stages_of_servers(
-    resnet: tuple[nn.Module, Tensor], pair: list[Server]
-) -> None:
-    servers = [server.address for server in pair]
-    with connected(*resnet, *servers, fallback="local", deadline=60) as remote:
-        assert remote._fallback_s("stem") > 0
-
-
-def test_a_deadline_holds_over_the_chain() -> None:
-    model = Slow().eval()
-    with serving(model, asking()) as first, serving(model, asking()) as second, Gate() as gate:
-        servers = first.address, second.address
-        with connected(model, asking(), *servers, at=["head", "wait"], deadline=0.5) as remote:
-            with pytest.raises(RemoteError, match=r"did not answer in 0.5 s") as raised:
-                remote(asking(gate))
-            assert raised.value.kind == "DEADLINE"
-            gate.open()
-            until(remote._chain.is_idle)
-
-
-@torch.no_grad()
-def test_servers_of_one_stage_are_used_in_turn_and_one_that_dies_is_left_out_until_it_is_back(
-    resnet: tuple[nn.Module, Tensor], pair: list[Server]
-) -> None:
-    model, x = resnet
-
-    def answering(remote: Remote, requests: int = 8) -> set[str]:
-        answered = set()
-        for _ in range(requests):
-            assert remote(x).equal(model(x))
-            answered.add(remote.requests[-1].hops[0].server)
-        return answered
-
-    dying = serving(model, x)
-    port = dying.address
-    with connected(model, x, [port, pair[0].address], pair[1].address) as remote:
-        assert answering(remote) == {port, pair[0].address}
-        dying.stop(0)
-        assert answering(remote) == {pair[0].address}
-        with mt.serve(model, x, listen=port):
-            pool = remote._chain.pools[0]
-            until(lambda: all(connection.down_reason is None for connection in pool.connections))
-            assert answering(remote) == {port, pair[0].address}
-
-
-@pytest.mark.integration
-@torch.no_grad()
-def test_a_killed_server_of_two_loses_no_request_of_four_clients() -> None:
-    model, x = small()
-    images = [torch.randn(1 + number % 2, 3, 32, 32) for number in range(12)]
-    expected = [model(image) for image in images]
-    with ServerProcess() as a, ServerProcess() as b, ServerProcess() as last:
-        is_over = threading.Event()
-
-        def ask(seed: int) -> int:
-            order = random.Random(seed)
-            answered = 0
-            with torch.no_grad(), connected(model, x, [a.address, b.address], last.address) as remote:
-                while not is_over.is_set():
-                    chosen = [order.randrange(len(images)) for _ in range(10)]
-                    for index, output in zip(chosen, remote.stream([images[one] for one in chosen]), strict=True):
-                        assert output.equal(expected[index])
-                        answered += 1
-            return answered
-
-        with ThreadPoolExecutor(4) as threads:
-            clients = [threads.submit(ask, seed) for seed in range(4)]
-            try:
-                for victim in (a, b):
-                    threading.Event().wait(1.0)
-                    victim.kill()
-                    threading.Event().wait(1.0)
-                    victim.start()
-            finally:
-                is_over.set()
-            assert all(client.result(120) > 20 for client in clients)
 
 
 # -- sessions over several servers -------------------------------------------------------------------------------------
