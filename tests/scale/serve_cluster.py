@@ -74,6 +74,19 @@ class Net(nn.Module):
         return self.last(torch.relu(self.middle(torch.relu(self.first(x)))))
 
 
+class Mixing(nn.Module):
+    """Its outputs depend on the other rows of a batch; the last layer logs its runs."""
+
+    def __init__(self, log: Path) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 32)
+        self.last = Logged(log)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.first(x))
+        return self.last(hidden + hidden.mean(0, keepdim=True))
+
+
 def make_net(log: Path) -> tuple[Net, Tensor]:
     torch.manual_seed(0)
     return Net(log).eval(), torch.randn(1, 8)

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import microtome as mt
 from microtome.errors import BadInputs, BadQuery, NoMatch, RemoteError, Unsupported
+from microtome.remote.error_kinds import Late
+from microtome.remote.inference_backend import EncodedOutput
 from microtome.split.stages import Stages
+from tests.remote.slow import Gate, Slow, asking
 from tests.remote.test_security import Authority
-from tests.scale.serve_cluster import Net, logged_rows, make_net
+from tests.scale.serve_cluster import Mixing, Net, logged_rows, make_net
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'microtome[ray]'")
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -92,6 +98,59 @@ def test_calls_of_the_handle_from_eight_threads_are_computed_in_one(deployed: De
     assert logged_rows(deployed.log) == [8]
     for boundary, result in zip(boundaries, results, strict=True):
         torch.testing.assert_close(result, deployed.stages[2](boundary), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_model_that_mixes_rows_is_not_batched(cluster: Any, tmp_path: Path) -> None:
+    from microtome.scale.ray import deploy
+
+    log = tmp_path / "log"
+    torch.manual_seed(0)
+    net, x = Mixing(log).eval(), torch.randn(1, 8)
+    xs = [torch.randn(1, 8) for _ in range(8)]
+    with (
+        deploy(
+            mt.split(net, x, at="first"),
+            batch=8,
+            batch_window="1s",
+            num_cpus=0,
+            listen="127.0.0.1:0",
+            name="mixing",
+        ) as deployment,
+        mt.connect(net, x, deployment.address, at="first", fallback=None, codec="raw") as remote,
+    ):
+        for _ in range(2):
+            log.write_text("")
+            results = list(remote.stream(xs, window=8))
+        assert logged_rows(log) == [1] * 8  # the first time, the verification ran, too
+        assert all(result.equal(net(one)) for one, result in zip(xs, results, strict=True))
+        handle = ray.serve.get_deployment_handle("stage1", "mixing")
+        assert set(handle.status.remote().result().batches) == {1}
+
+
+@torch.no_grad()
+def test_a_deadline_holds_while_a_later_stage_computes(cluster: Any) -> None:
+    from microtome.scale.ray import deploy
+
+    model = Slow().eval()
+    stages = mt.split(model, asking(), at="head")
+    with (
+        deploy(stages, num_cpus=0, listen="127.0.0.1:0", name="slow") as deployment,
+        Gate() as gate,
+        mt.connect(model, asking(), deployment.address, at="(input)", fallback=None, deadline=3.0) as remote,
+    ):
+        with pytest.raises(RemoteError, match="did not answer in 3 s") as caught:
+            remote(asking(gate))
+        assert caught.value.kind == "DEADLINE"
+        handle = deployment.handle
+        request = EncodedOutput(np.frombuffer(handle._pack(asking(gate)).to_bytes(), np.uint8))
+        with pytest.raises(Late, match="the deadline of the request has passed, and no replica has answered"):
+            handle._chain.compute_one(request, 0, perf_counter() + 1.0)
+        gate.open()
+        x = asking()
+        assert handle(x).equal(model(x))
+        remote.options = replace(remote.options, deadline_s=None)
+        assert remote(x).equal(model(x))
 
 
 @torch.no_grad()

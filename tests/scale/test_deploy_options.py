@@ -67,6 +67,11 @@ def parts(stages: Stages, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"ingress_resources": "edge"}, "expected ingress_resources as a dict such as .*, got 'edge'"),
         ({"ingresses": 0}, "expected ingresses of 1 or more, got 0"),
         ({"batch": 0}, "expected batch of 1 or more, got 0"),
+        (
+            {"only": [1], "batch": 8},
+            "expected the last stage of the model, 2 from 'middle' to .*, among the deployed ones",
+        ),
+        ({"only": [0, 1], "batch": 2}, "for batch=2: other stages compute one request after the other"),
         ({"batch_window": "soon"}, "expected a time, such as 15ms or 0.2s, got 'soon'"),
         ({"listen": "here"}, "an address to listen on such as 0.0.0.0:7070"),
         ({"max_message": "4GB"}, "expected max_message of at most"),
@@ -99,6 +104,29 @@ def test_a_folder_needs_what_makes_the_model(parts: Path, stages: Stages, tmp_pa
         deploy(parts, model=lambda: nn.Linear(1, 1))
     with pytest.raises(BadQuery, match="expected the stages of mt.split, or the folder of Stages.save, got <Stage 0"):
         deploy(stages[0])  # type: ignore[arg-type]
+
+
+class OneRow(nn.Module):
+    """Accepts one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x.view(1, 8)))
+
+
+def test_a_model_that_rejects_a_batch_is_refused_with_the_reason() -> None:
+    from microtome.scale.ray import deploy
+
+    stages = mt.split(OneRow().eval(), torch.randn(1, 8), at="first")
+    with pytest.raises(
+        BadQuery, match="batch=8 needs a batch of two examples, .* cannot compute here: .*shape '.1, 8.'"
+    ):
+        deploy(stages, batch=8)
+    with pytest.raises(ConnectionError, match="no cluster here"):
+        deploy(stages)
 
 
 class Counter(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import warnings
 from functools import reduce
@@ -29,8 +28,6 @@ from microtome.scale.ray.stage_sources import PackedStage, StageSet
 from microtome.split.boundary.boundary import Boundary
 from microtome.split.stages import Stages
 from microtome.units import parse_seconds
-
-log = logging.getLogger("microtome.scale")
 
 #: The deployment of the gRPC servers, and those of the stages by number.
 _INGRESS, _STAGE = "ingress", "stage{}"
@@ -123,8 +120,7 @@ class StageApplication:
         self.retry_s, self._window_s = parse_seconds(options.retry), parse_seconds(options.batch_window)
         options.security.credentials()  # checks the files
         self._limits = self._make_limits()
-        if options.batch > 1 and self._is_last_deployed and self._stages.example is None:
-            raise BadQuery("expected inputs= beside the folder, from which batching is verified, got batch= alone")
+        self._check_batch()
         for index in self.chosen if isinstance(stages, Stages) else self.chosen[:1]:
             self._stages.check(index)
         first = self._stages[self.chosen[0]]
@@ -137,6 +133,7 @@ class StageApplication:
             ends_at=self._stages.ref(self.chosen[-1]).ends_at,
             device_name=self.resources[-1].device,
         )
+        self._examples = self._make_examples(self.chosen[-1]) if options.batch > 1 else None
 
     def bind(self) -> Application:
         """Return the application, with the weights in the object store or in a folder."""
@@ -151,9 +148,19 @@ class StageApplication:
         deployment = serve.deployment(Ingress).options(**self.options.ingress_for_serve(_INGRESS))
         return deployment.bind(self.model, ingress, *handles)
 
-    @property
-    def _is_last_deployed(self) -> bool:
-        return self.chosen[-1] == len(self._stages) - 1
+    def _check_batch(self) -> None:
+        """Raise if requests are to be batched, and cannot be verified to be independent."""
+        if self.options.batch == 1:
+            return
+        last = len(self._stages) - 1
+        if self.chosen[-1] != last:
+            raise BadQuery(
+                f"expected the last stage of the model, {last} {self._stages.ref(last)}, among the deployed ones for "
+                f"batch={self.options.batch}: other stages compute one request after the other. Deploy it, too, or "
+                "leave out batch="
+            )
+        if self._stages.example is None:
+            raise BadQuery("expected inputs= beside the folder, from which batching is verified, got batch= alone")
 
     def _make_limits(self) -> Limits:
         """Return the limits of a gRPC server, which has a thread for each batch that the replicas hold."""
@@ -162,9 +169,7 @@ class StageApplication:
         return Limits(max_bytes, most, self.options.batch, self._window_s, SessionLimits(0))
 
     def _replica_options(self, index: int, device: str) -> ReplicaOptions:
-        examples = None
-        if self.options.batch > 1 and index == len(self._stages) - 1:
-            examples = self._make_examples(index)
+        examples = self._examples if index == self.chosen[-1] else None
         return ReplicaOptions(
             self._stages.ref(index),
             self.model.fingerprint,
@@ -175,8 +180,8 @@ class StageApplication:
             examples,
         )
 
-    def _make_examples(self, index: int) -> tuple[bytes, bytes, bytes] | None:
-        """Run the stages before one on the example; None if the model rejects a batch of it, and log the reason."""
+    def _make_examples(self, index: int) -> tuple[bytes, bytes, bytes]:
+        """Run the stages before one on the example, from which its replicas verify batches."""
         example = self._stages.example
         assert example is not None
 
@@ -188,6 +193,8 @@ class StageApplication:
             with torch.no_grad():
                 one, other, double = make_examples(head, Inputs(*example.args, **example.kwargs))
         except (MicrotomeError, RuntimeError, IndexError) as error:
-            log.info("requests are computed one by one: %s", describe_error(error))
-            return None
+            raise BadQuery(
+                f"batch={self.options.batch} needs a batch of two examples, which the stages before the last cannot "
+                f"compute here: {describe_error(error)}; leave out batch="
+            ) from error
         return one.to_bytes(), other.to_bytes(), double.to_bytes()
