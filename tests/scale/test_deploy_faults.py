@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,33 +21,43 @@ from tests.scale.serve_cluster import Net, add_node, make_net
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'microtome[ray]'")
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
-CLIENTS, REQUESTS = 4, 400
+CLIENTS = 4
 
 
 class Load:
-    """Clients that send requests, and compare each output with that of the model."""
+    """Clients that send requests until they are stopped, and compare each output with that of the model."""
 
     def __init__(self, net: Net, x: Tensor, address: str) -> None:
         self._models = [(copy.deepcopy(net), x.clone(), address) for _ in range(CLIENTS)]
-        self._lock = threading.Condition()
+        self._changed = threading.Condition()
+        self.stop = threading.Event()
         self.right = self.wrong = 0
 
-    def wait_for(self, count: int) -> None:
-        """Wait until so many requests are answered."""
-        with self._lock:
-            assert self._lock.wait_for(lambda: self.right + self.wrong >= count, timeout=120)
+    def wait_for_more(self, count: int) -> None:
+        """Wait until so many more requests are answered."""
+        with self._changed:
+            most = self.right + self.wrong + count
+            assert self._changed.wait_for(lambda: self.right + self.wrong >= most, timeout=120)
 
-    def run(self, index: int) -> None:
+    def run(self, index: int) -> int:
+        """Return the number of requests that were sent."""
         net, x, address = self._models[index]
         generator = torch.Generator().manual_seed(index)
-        inputs = [torch.randn(1, 8, generator=generator) for _ in range(REQUESTS)]
+        sent: list[Tensor] = []
+
+        def inputs() -> Iterator[Tensor]:
+            while not self.stop.is_set():
+                sent.append(torch.randn(1, 8, generator=generator))
+                yield sent[-1]
+
         with torch.no_grad(), mt.connect(net, x, address, at="first", fallback=None, codec="raw") as remote:
-            for given, output in zip(inputs, remote.stream(inputs, window=8), strict=True):
-                is_right = output.equal(net(given))
-                with self._lock:
+            for number, output in enumerate(remote.stream(inputs(), window=8)):
+                is_right = output.equal(net(sent[number]))
+                with self._changed:
                     self.right += is_right
                     self.wrong += not is_right
-                    self._lock.notify_all()
+                    self._changed.notify_all()
+        return len(sent)
 
 
 def test_no_request_is_lost_or_wrong_if_one_node_of_two_dies_under_load(cluster: Any, tmp_path: Path) -> None:
@@ -67,14 +78,20 @@ def test_no_request_is_lost_or_wrong_if_one_node_of_two_dies_under_load(cluster:
         retry="3s",
     ) as deployment:
         load = Load(net, x, deployment.address)
+        ingress = ray.serve.get_deployment_handle("ingress", deployment.name)
         with ThreadPoolExecutor(CLIENTS) as pool:
             running = [pool.submit(load.run, index) for index in range(CLIENTS)]
-            load.wait_for(CLIENTS * REQUESTS // 8)
-            assert len(_processes(log)) == 3  # this one and two replicas
-            cluster.remove_node(nodes[0], allow_graceful=False)
-            for client in running:
-                client.result()
-        assert (load.right, load.wrong) == (CLIENTS * REQUESTS, 0)
+            try:
+                load.wait_for_more(200)
+                assert len(_processes(log)) == 3  # this one and two replicas
+                assert ingress.retries.remote().result() == 0
+                cluster.remove_node(nodes[0], allow_graceful=False)
+                load.wait_for_more(400)  # it goes on
+                assert ingress.retries.remote().result() > 0  # requests were on their way there
+            finally:
+                load.stop.set()
+            sent = sum(client.result() for client in running)
+        assert (load.right, load.wrong) == (sent, 0)
         _check_nobody_left(cluster, nodes[1], net, x, deployment)
 
 
@@ -120,6 +137,7 @@ def test_a_client_goes_on_with_another_ingress_if_one_dies(cluster: Any, tmp_pat
             for _ in range(8):  # in turns, to the one that died, too
                 other = torch.randn(1, 8)
                 assert remote(other).equal(net(other))
+            assert any(addresses[0] in reason for reason in remote.down_reasons)
 
 
 def _listener(address: str) -> psutil.Process:

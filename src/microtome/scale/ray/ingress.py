@@ -131,7 +131,8 @@ class Ingress:
     """A gRPC server in a process of the cluster. Ray Serve starts it, and again if it dies."""
 
     def __init__(self, model: DeployedModel, options: IngressOptions, *handles: DeploymentHandle) -> None:
-        backend = ReplicaBackend(model, StageChain(handles, options.retry_s))
+        self._chain = StageChain(handles, options.retry_s)
+        backend = ReplicaBackend(model, self._chain)
         credentials = options.security.credentials()
         self._server = Server(backend, options.listen, options.security, credentials, options.limits).start()
 
@@ -139,6 +140,10 @@ class Ingress:
         """Return the address that clients of other nodes connect to."""
         host, _, port = self._server.address.rpartition(":")
         return f"{ray.util.get_node_ip_address() if host in _ALL_INTERFACES else host}:{port}"
+
+    async def retries(self) -> int:
+        """Return how often it has sent requests again."""
+        return self._chain.retries
 
     async def check_health(self) -> None:
         if self._server.wait(0):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from time import perf_counter, sleep
 from typing import Any
@@ -15,6 +16,8 @@ from microtome.errors import RemoteError, describe_error
 from microtome.remote.error_kinds import Late
 from microtome.remote.inference_backend import EncodedOutput
 
+log = logging.getLogger("microtome.scale")
+
 #: Seconds after which a waiting call looks whether there are replicas, and between calls of lost requests, at most.
 _POLL_S, _MAX_BACKOFF_S = 1.0, 1.0
 
@@ -23,6 +26,9 @@ class StageChain:
     """Handles of the deployments of consecutive stages.
 
     What crosses a cut goes from replica to replica through Ray's object store: the caller only has a reference to it.
+
+    Attributes:
+        retries: How often requests were sent again, since they were lost with a replica, a node or an object.
     """
 
     def __init__(self, handles: Sequence[DeploymentHandle], retry_s: float) -> None:
@@ -33,6 +39,7 @@ class StageChain:
         """
         self._handles = tuple(handles)
         self._retry_s = retry_s
+        self.retries = 0
 
     def compute(self, requests: list[EncodedOutput], first: int, deadline: float | None = None) -> list[EncodedOutput]:
         """Run the stages from the first one on, in one call of a replica each.
@@ -65,6 +72,8 @@ class StageChain:
                 _check_deadline(deadline)
                 if now > retry_until:
                     raise self._unreachable(describe_error(error)) from error
+                self.retries += 1
+                log.warning("sending lost requests again", extra={"reason": describe_error(error)})
             sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
