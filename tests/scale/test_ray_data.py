@@ -19,6 +19,7 @@ from microtome import zoo
 from microtome.capture.store import Recording
 from microtome.errors import BadFile, BadInputs, BadQuery, NoMatch
 from microtome.scale.ray import extract, record
+from tests.remote.proxy import until
 from tests.scale.cluster import cluster_marks, local_cluster
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'microtome[ray]'")
@@ -96,19 +97,33 @@ def files_in(folder: Path) -> set[str]:
 # -- recordings --------------------------------------------------------------------------------------------------------
 
 
-def _kill_once(marker: Path, batch: dict[str, Any]) -> Tensor:
-    """Kill the process that runs the model on row 5000, the first time."""
-    if any((batch["data"] == VALUES[5000]).all(1)):
+WORKERS = 4
+
+
+def _kill_once(marker: Path, column: str, row: int, batch: dict[str, Any]) -> Tensor:
+    """Kill the process that runs the model on a row, the first time."""
+    if any((batch[column] == VALUES[row]).all(1)):
         try:
             marker.touch(exist_ok=False)
             os.kill(os.getpid(), signal.SIGKILL)
         except FileExistsError:
             pass
-    return torch.tensor(batch["data"])
+    return torch.tensor(batch[column])
 
 
-def _write_pid(folder: Path, batch: dict[str, Any]) -> Tensor:
+def _meet(folder: Path, batch: dict[str, Any]) -> None:
+    """Write the number of this process to a folder, and wait until as many have as there are workers."""
     (folder / str(os.getpid())).touch()
+    until(lambda: len(list(folder.iterdir())) >= WORKERS, timeout=120)
+
+
+def _meet_and_kill_once(folder: Path, marker: Path, batch: dict[str, Any]) -> Tensor:
+    _meet(folder, batch)
+    return _kill_once(marker, "data", 5000, batch)
+
+
+def _meet_and_read(folder: Path, batch: dict[str, Any]) -> Tensor:
+    _meet(folder, batch)
     return torch.tensor(batch["data"])
 
 
@@ -122,7 +137,9 @@ def test_a_killed_worker_loses_and_doubles_nothing(cluster: Any, killed: str, tm
             victims.append(int(next(pids.iterdir()).name))
             os.kill(victims[0], signal.SIGKILL)
 
-    inputs: Any = partial(_write_pid, pids) if killed == "by the driver" else partial(_kill_once, marker)
+    inputs: Any = partial(_meet_and_kill_once, pids, marker)
+    if killed == "by the driver":
+        inputs = partial(_meet_and_read, pids)
     histogram = (16, -2.0, 2.0)
     found = record(
         dataset(),
@@ -131,11 +148,12 @@ def test_a_killed_worker_loses_and_doubles_nothing(cluster: Any, killed: str, tm
         to=tmp_path / "ray",
         inputs=inputs,
         batch_size=BATCH,
-        workers=4,
+        workers=WORKERS,
         histogram=histogram,
         progress=kill_a_worker,
     )
     assert victims or marker.exists()
+    assert len(list(pids.iterdir())) >= WORKERS
     batches = list(torch.from_numpy(VALUES).split(BATCH))
     assert_same(found, record_here(tmp_path / "here", net(), batches, ["0", "3"], histogram=histogram))
     assert found.ids("0") == list(range(ROWS))
@@ -246,6 +264,45 @@ def test_mistakes_are_errors_before_anything_is_computed(
     assert files_in(tmp_path) == set()
 
 
+class Touch(nn.Linear):
+    """Touches a file when it runs."""
+
+    def __init__(self, marker: Path) -> None:
+        super().__init__(8, 4)
+        self.marker = str(marker)
+
+    def forward(self, x: Tensor) -> Tensor:
+        Path(self.marker).touch()
+        return super().forward(x)
+
+
+def _touch_rows(folder: Path, batch: dict[str, Any]) -> dict[str, Any]:
+    for number in batch["id"]:
+        (folder / str(number)).touch()
+    return {"data": VALUES[batch["id"]]}
+
+
+@pytest.mark.parametrize("function", [record, extract])
+def test_no_model_runs_if_a_column_is_missing(cluster: Any, function: Any, tmp_path: Path) -> None:
+    import ray
+
+    marker, computed, rows = tmp_path / "marker", tmp_path / "rows", 400
+    computed.mkdir()
+    folder = {"to": tmp_path / "ray"} if function is record else {}
+    mapped = ray.data.range(rows, override_num_blocks=40).map_batches(partial(_touch_rows, computed), batch_size=None)
+    for data, most in ((mapped, rows // 2), (mapped.materialize(), 0)):  # of the first, Ray computes the first block
+        for one in computed.iterdir():
+            one.unlink()
+        for options in ({"inputs": "image"}, {"id": "name"}):
+            with pytest.raises(NoMatch, match="the data set has no column '(image|name)': expected one of data"):
+                function(data, Touch(marker), "", **folder, **options)
+        assert len(list(computed.iterdir())) <= most
+    assert not marker.exists()
+    assert files_in(tmp_path) == {"rows"}
+    extract(mapped, Touch(marker), "").take_all()
+    assert marker.exists()  # as a model does that runs
+
+
 def test_a_data_set_without_rows_is_an_error(cluster: Any, tmp_path: Path) -> None:
     import ray
 
@@ -282,6 +339,17 @@ def test_features_are_columns_beside_the_ids(cluster: Any) -> None:
     assert len(rows) == len(found) == 50
     for number in range(50):  # batches may differ
         assert np.allclose(found[f"row {number:03d}/{number}"], expected[number], atol=1e-5)
+
+
+def test_a_killed_worker_loses_and_doubles_no_features(cluster: Any, tmp_path: Path) -> None:
+    marker, rows = tmp_path / "marker", 400
+    inputs = partial(_kill_once, marker, "x", 300)
+    found = extract(named_rows(rows), net(), "3", inputs=inputs, id="name", workers=2, batch_size=16).take_all()
+    assert marker.exists()
+    assert sorted(row["name"] for row in found) == sorted(f"row {number % 1000:03d}/{number}" for number in range(rows))
+    expected = net().eval()(torch.from_numpy(VALUES[:rows])).detach().numpy()
+    for row in found:
+        assert np.allclose(row["3"], expected[int(row["name"].rpartition("/")[2])], atol=1e-5)
 
 
 def test_features_need_columns_of_their_own(cluster: Any) -> None:

@@ -80,7 +80,8 @@ def record(
         progress: Called with the `RecordTotals` after each part.
 
     Raises:
-        NoMatch: The data set lacks a column, or the model a module. Nothing has been computed then.
+        NoMatch: The data set lacks a column, or the model a module. The model has not run then, and nothing is written.
+            Ray has computed the first block if it did not know the columns otherwise.
     """
     ray = import_ray()
     check_batch_size(batch_size=batch_size, batches_per_part=batches_per_part)
