@@ -228,36 +228,72 @@ def test_the_ingress_decodes_the_header_alone(stages: Stages) -> None:
 # -- the example files -------------------------------------------------------------------------------------------------
 
 
-#: The fields of the API reference of KubeRay (ray.io/v1) and of Kubernetes that the manifest may use, by their parent.
-FIELDS = {
-    "RayService": "apiVersion kind metadata spec",
-    "Service": "apiVersion kind metadata spec",
-    "rayClusterConfig": "rayVersion headGroupSpec workerGroupSpecs enableInTreeAutoscaling authOptions",
-    "headGroupSpec": "rayStartParams template serviceType enableIngress headService resources labels",
-    "workerGroupSpecs": "groupName replicas minReplicas maxReplicas rayStartParams template numOfHosts",
-    "containers": "name image ports env resources volumeMounts command args",
-    "volumes": "name configMap persistentVolumeClaim secret emptyDir",
-}
+def _object(required: str, optional: str = "", **properties: Any) -> dict[str, Any]:
+    """A JSON schema of an object with these fields and no others."""
+    fields = {name: properties.get(name, {}) for name in f"{required} {optional}".split()}
+    return {"type": "object", "properties": fields, "required": required.split(), "additionalProperties": False}
 
 
-def test_the_manifest_has_fields_that_kuberay_documents() -> None:
+_TEXT, _COUNT = {"type": "string", "minLength": 1}, {"type": "integer", "minimum": 0}
+_START = {"type": "object", "additionalProperties": {"type": "string"}}  # numbers and flags are strings, too
+#: A RayService, as the API reference of KubeRay (ray.io/v1) describes it. Pods have the schema of Kubernetes.
+RAY_SERVICE = _object(
+    "apiVersion kind metadata spec",
+    apiVersion={"const": "ray.io/v1"},
+    kind={"const": "RayService"},
+    metadata=_object("name", "namespace labels annotations", name=_TEXT),
+    spec=_object(
+        "serveConfigV2 rayClusterConfig",
+        serveConfigV2=_TEXT,
+        rayClusterConfig=_object(
+            "headGroupSpec",
+            "rayVersion workerGroupSpecs enableInTreeAutoscaling",
+            rayVersion=_TEXT,
+            enableInTreeAutoscaling={"type": "boolean"},
+            headGroupSpec=_object("rayStartParams template", "serviceType", rayStartParams=_START, serviceType=_TEXT),
+            workerGroupSpecs={
+                "type": "array",
+                "items": _object(
+                    "groupName minReplicas maxReplicas rayStartParams template",
+                    "replicas numOfHosts",
+                    groupName=_TEXT,
+                    rayStartParams=_START,
+                    **dict.fromkeys(("replicas", "minReplicas", "maxReplicas", "numOfHosts"), _COUNT),
+                ),
+            },
+        ),
+    ),
+)
+
+
+def test_the_manifest_has_the_fields_and_types_that_kuberay_documents() -> None:
     yaml = pytest.importorskip("yaml", reason="PyYAML, which Ray depends on, is not installed")
+    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema, which Ray depends on, is not installed")
     service, port = yaml.safe_load_all((EXAMPLES / "kuberay.yaml").read_text())
-    assert (service["apiVersion"], service["kind"]) == ("ray.io/v1", "RayService")
-    assert set(service["spec"]) == {"serveConfigV2", "rayClusterConfig"}
+    validator = jsonschema.Draft202012Validator(RAY_SERVICE)
+    validator.validate(service)
     cluster = service["spec"]["rayClusterConfig"]
     head, (workers,) = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
-    pods = [group["template"]["spec"] for group in (head, workers)]
-    found = [("RayService", service), ("Service", port), ("rayClusterConfig", cluster), ("headGroupSpec", head)]
-    found += [("workerGroupSpecs", workers)]
-    found += [(name, item) for pod in pods for name in ("containers", "volumes") for item in pod[name]]
-    for name, item in found:
-        assert set(item) <= set(FIELDS[name].split()), name
-    for pod in pods:
+    assert workers["minReplicas"] <= workers["replicas"] <= workers["maxReplicas"]
+    for pod in (group["template"]["spec"] for group in (head, workers)):
         mounted = {mount["name"] for container in pod["containers"] for mount in container["volumeMounts"]}
         assert mounted == {volume["name"] for volume in pod["volumes"]}
     labels, selector = head["template"]["metadata"]["labels"], port["spec"]["selector"]
     assert selector.items() <= labels.items()
+    mistakes: list[tuple[Any, str, Any]] = [
+        (head["rayStartParams"], "num-cpus", 0),
+        (workers, "replicas", "2"),
+        (workers, "replica", 2),
+        (cluster, "rayVersion", 2.6),
+    ]
+    for place, name, wrong in mistakes:
+        before = dict(place)
+        place[name] = wrong
+        assert not validator.is_valid(service), name
+        place.clear()
+        place.update(before)
+    del workers["template"]
+    assert not validator.is_valid(service)
 
 
 def test_kubernetes_accepts_the_pods_and_the_service_of_the_manifest() -> None:
