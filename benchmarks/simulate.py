@@ -56,18 +56,16 @@ class Outcome:
     """The result of a simulation.
 
     Attributes:
-        interval_s: The mean time from result to result, once the pipeline is full.
+        interval_s: The mean time from result to result while the pipeline is full.
         latency_s: The median time of a request, from its admission to its result.
-        utilization: The share of the time for which each resource was busy.
+        utilization: The share of that time for which each resource was busy.
+        bottleneck: The resource that limits the rate.
     """
 
     interval_s: float
     latency_s: float
     utilization: dict[str, float]
-
-    @property
-    def bottleneck(self) -> str:
-        return max(self.utilization, key=lambda name: self.utilization[name])
+    bottleneck: str
 
 
 def simulate(steps: Sequence[Step], capacities: Mapping[str, int], *, requests: int, window: int) -> Outcome:
@@ -87,16 +85,25 @@ def simulate(steps: Sequence[Step], capacities: Mapping[str, int], *, requests: 
     return _Simulation(steps, capacities, requests, window).run()
 
 
+def intervals(steps: Sequence[Step], capacities: Mapping[str, int]) -> dict[str, float]:
+    """Return the shortest time from result to result that each resource allows."""
+    needed = dict.fromkeys(capacities, 0.0)
+    for step in steps:
+        for name in step.resources:
+            needed[name] += step.seconds
+    return {name: seconds / capacities[name] for name, seconds in needed.items()}
+
+
 class _Simulation:
     def __init__(self, steps: Sequence[Step], capacities: Mapping[str, int], requests: int, window: int) -> None:
         self._steps = steps
         self._capacities = capacities
         self._free = dict(capacities)
-        self._busy_s = dict.fromkeys(capacities, 0.0)
         # For each step, the requests that wait for it, with the number of their arrival.
         self._waiting: list[deque[tuple[int, int]]] = [deque() for _ in steps]
         self._arrivals = 0
         self._events: list[tuple[float, int, int]] = []
+        self._ran: list[tuple[float, int]] = []  # when each step of each request began
         self._number, self._window = requests, window
         self._began: dict[int, float] = {}
         self._ended: list[float] = []
@@ -110,10 +117,23 @@ class _Simulation:
             now, request, step = heapq.heappop(self._events)
             self._end_step(request, step, now)
             self._start_steps(now)
-        steady = self._ended[len(self._ended) // 3 : -self._window]
-        interval = (steady[-1] - steady[0]) / (len(steady) - 1)
-        utilization = {name: busy / (self._ended[-1] * self._capacities[name]) for name, busy in self._busy_s.items()}
-        return Outcome(interval, sorted(self._latencies)[len(self._latencies) // 2], utilization)
+        shortest = intervals(self._steps, self._capacities)
+        bottleneck = max(shortest, key=lambda name: shortest[name])
+        utilization = self._utilization()
+        # Results come in bursts, as many as there are machines: their number in a period depends on where it ends.
+        interval = shortest[bottleneck] / utilization[bottleneck]
+        return Outcome(interval, sorted(self._latencies)[len(self._latencies) // 2], utilization, bottleneck)
+
+    def _utilization(self) -> dict[str, float]:
+        """Return the share for which each resource was busy, from a third of the results to the last admission."""
+        first, last = self._ended[len(self._ended) // 3], self._ended[-self._window - 1]
+        busy_s = dict.fromkeys(self._capacities, 0.0)
+        for start, step in self._ran:
+            resources, seconds = self._steps[step]
+            within_s = min(start + seconds, last) - max(start, first)
+            for name in resources if within_s > 0 else ():
+                busy_s[name] += within_s
+        return {name: busy / ((last - first) * self._capacities[name]) for name, busy in busy_s.items()}
 
     def _admit(self, request: int, now: float) -> None:
         self._began[request] = now
@@ -150,7 +170,7 @@ class _Simulation:
             resources, seconds = self._steps[step]
             for name in resources:
                 self._free[name] -= 1
-                self._busy_s[name] += seconds
+            self._ran.append((now, step))
             heapq.heappush(self._events, (now + seconds, request, step))
 
 

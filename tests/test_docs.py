@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
 
 import pytest
 
+from benchmarks import __main__ as suites
 from benchmarks import report
+from benchmarks.remote import __main__ as remote_suites
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -29,6 +32,25 @@ def test_every_page_is_in_the_contents() -> None:
 def test_every_result_of_a_benchmark_is_shown() -> None:
     shown = set(re.findall(r'"benchmarks/results/([\w-]+\.md):', (DOCS / "benchmarks.md").read_text()))
     assert shown == {file.name for file in (ROOT / "benchmarks" / "results").glob("*.md")}
+
+
+def test_results_of_suites_are_those_that_their_commands_save() -> None:
+    found = {file.stem for file in report.RESULTS.glob("*.md")}
+    assert {*suites.SUITES, "remote-chain", "simulate", "chains"} <= found
+    saved = {f"remote-{name}" for name in remote_suites.SUITES}
+    assert {name for name in found if name.startswith("remote")} <= saved
+
+
+def test_results_of_one_suite_replace_those_of_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(report, "SUMMARY", tmp_path / "summary")
+    monkeypatch.setattr(remote_suites, "two_hosts", nullcontext)  # needs root
+    found = {name: lambda _, name=name: [report.Target(f"target of {name}", 1.0, 2.0)] for name in ("one", "two")}
+    for name in found:
+        assert remote_suites.main([name, "--save"], found) == 0
+    for name in found:
+        assert f"target of {name} | 1 | 2 | yes" in (tmp_path / f"remote-{name}.md").read_text()
+        assert f"target of {name}" in report.SUMMARY.read_text()
 
 
 def test_the_table_of_all_targets_is_that_of_the_results() -> None:

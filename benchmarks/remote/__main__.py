@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks import report
 from benchmarks.remote import added, batching, chain, pipeline, planned, rates
-from benchmarks.remote.network import two_hosts
+from benchmarks.remote.network import Network, two_hosts
+from benchmarks.report import Target
 
-SUITES = {
+Suite = Callable[[Network], list[Target]]
+
+SUITES: dict[str, Suite] = {
     "rates": rates.limited,
     "loopback": rates.unlimited,
     "pipeline": pipeline.run,
@@ -19,20 +23,20 @@ SUITES = {
 }
 
 
-def main() -> int:
-    asked = [word for word in sys.argv[1:] if word in SUITES]
+def main(words: Sequence[str], suites: Mapping[str, Suite] = SUITES) -> int:
+    met = True
     print(report.machine(), flush=True)
-    texts, met = [], True
     with two_hosts() as network:
-        for name in asked or SUITES:
-            targets = SUITES[name](network)
+        for name in [word for word in words if word in suites] or suites:
+            targets = suites[name](network)
             met = met and all(target.met for target in targets)
-            texts.append(report.markdown(targets))
-            print(f"\n{texts[-1]}", flush=True)
-    if "--save" in sys.argv:
-        print("\nwritten to", report.save("remote", "\n\n".join(texts), "make bench-remote SAVE=1"))
+            text = report.markdown(targets)
+            print(f"\n{text}", flush=True)
+            if "--save" in words:
+                made_by = f"python -m benchmarks.remote {name} --save"
+                print("\nwritten to", report.save(f"remote-{name}", text, made_by), flush=True)
     return int(not met)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
