@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from time import perf_counter
@@ -133,10 +133,9 @@ def test_a_line_to_the_second_server_that_breaks_costs_no_answer(is_forwarded: b
             assert answer.result(60).equal(model(x))
             record = remote.requests[-1]
             assert [hop.server for hop in record.hops] == [first.address, line.address]
-            assert record.attempts == (1 if is_forwarded else 2)  # the first server sent it again, or the client did
+            assert (record.attempts > 1) is not is_forwarded  # the client sent it again, or the first server did
             until(lambda: second.metrics.queue._value.get() == 0)
-        # The example, three requests, and each of these again.
-        assert counted(second, "requests", cut="head") == 1 + 3 + 3
+        assert line.made > 3
 
 
 @pytest.mark.parametrize("is_forwarded", [False, True])
@@ -144,22 +143,28 @@ def test_a_line_to_the_second_server_that_breaks_costs_no_answer(is_forwarded: b
 def test_a_line_to_the_second_server_that_is_cut_anywhere_costs_no_answer(place: int, is_forwarded: bool) -> None:
     model = Slow().eval()
     given = [asking(rows=2000) for _ in range(4)]  # 64 kB each
-    cut = list[int]()
+    armed, cut = threading.Event(), list[Weather]()
 
-    def cut_first(number: int) -> tuple[Weather, Weather]:
-        cut.append(number)
-        return Weather(cut_after=place if number == 0 else None), Weather()
+    def cut_two(_: int) -> tuple[Weather, Weather]:
+        if not armed.is_set() or len(cut) == 2:
+            return Weather(), Weather()
+        cut.append(Weather(cut_after=place))
+        return cut[-1], Weather()
 
     with (
         serving(model, asking()) as second,
-        Proxy(second.address, cut_first) as line,
+        Proxy(second.address, cut_two) as line,
         serving(model, asking(), forward=line.address if is_forwarded else ()) as first,
         connected(model, asking(), first.address, line.address, at=["(input)", "head"]) as remote,
     ):
+        armed.set()
+        line.cut()
         for x in given:
             assert remote(x).equal(model(x))
         assert [sent.where for sent in remote.requests] == ["cloud"] * 4
         assert [len(sent.hops) for sent in remote.requests] == [2] * 4
+    assert cut
+    assert cut[0].passed >= place
 
 
 # -- servers of one stage ----------------------------------------------------------------------------------------------
@@ -238,17 +243,19 @@ class Load:
             most = self.answered + count
             assert self._changed.wait_for(lambda: self.answered >= most, timeout=120)
 
-    def is_idle(self, address: str) -> bool:
-        """Whether no request of a client waits for a reply of a server."""
-        connections = (one for remote in self.remotes for pool in remote._chain.pools for one in pool.connections)
-        return all(one.is_idle() for one in connections if one.address == address)
+    def connections(self) -> list[Connection]:
+        return [one for remote in self.remotes for pool in remote._chain.pools for one in pool.connections]
 
 
-def is_idle(server: Server, address: str) -> bool:
-    """Whether no request that a server forwards waits for a reply."""
-    assert server._service is not None
-    forwarded = server._service._forwarder._connections.get(address)
-    return forwarded is None or forwarded.is_idle()
+def hang(victim: ServerProcess, connections: Callable[[], list[Connection]]) -> None:
+    """Stop a server, and wait until it has a request that it cannot have answered before."""
+
+    def pending() -> set[str]:
+        return {name for one in connections() if one.address == victim.address for name in [*one._pending]}
+
+    victim.hang()
+    before = pending()
+    until(lambda: bool(pending() - before))
 
 
 @pytest.mark.integration
@@ -262,17 +269,18 @@ def test_a_killed_server_of_two_loses_no_request_of_four_clients(killed: str, fa
             serving(model, x, forward=both if "forwarded" in killed else ()) as other,
             ThreadPoolExecutor(4) as threads,
         ):
+            assert other._service is not None
+            forwarder = other._service._forwarder
             load = Load(both, other.address) if killed == "of the first stage" else Load(other.address, both)
             clients = [threads.submit(load.run, seed) for seed in range(4)]
             try:
                 for victim in (a, b):
                     load.wait_for_more(40)
-                    before, address = failovers.count(victim.address), victim.address
-                    victim.hang()
-                    until(lambda address=address: not (load.is_idle(address) and is_idle(other, address)))
+                    before = failovers.count(victim.address)
+                    hang(victim, lambda: [*load.connections(), *forwarder._connections.values()])
                     victim.kill()
                     load.wait_for_more(40)
-                    assert failovers.count(address) > before  # those that were on their way there
+                    assert failovers.count(victim.address) > before  # those that were on their way there
                     victim.start()
             finally:
                 load.stop.set()

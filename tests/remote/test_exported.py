@@ -20,8 +20,8 @@ from microtome.split.graph import derived_facts
 from microtome.split.graph.exported_stage import ExportedStage, load_exported
 from microtome.split.stage import Stage
 from microtome.zoo.writer import KVCache
+from tests.remote.chains import CUTS, connected, serving
 from tests.remote.small import small
-from tests.remote.test_chain import CUTS, connected, serving
 
 pytest.importorskip("onnxruntime", reason="needs microtome[onnx]")
 pytest.importorskip("onnxscript", reason="needs microtome[onnx]")
