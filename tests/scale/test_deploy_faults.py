@@ -16,6 +16,8 @@ from torch import Tensor
 
 import microtome as mt
 from microtome.errors import RemoteError
+from tests.remote.proxy import until
+from tests.remote.slow import Gate, Slow, asking
 from tests.scale.serve_cluster import Net, add_node, make_net
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'microtome[ray]'")
@@ -124,9 +126,7 @@ def test_a_client_goes_on_with_another_ingress_if_one_dies(cluster: Any, tmp_pat
 
     net, x = make_net(tmp_path / "log")
     stages = mt.split(net, x, at=["first", "middle"])
-    with deploy(
-        stages, only=["first"], autoscaling=(1, 2), ingresses=2, listen="127.0.0.1:0", name="two"
-    ) as deployment:
+    with deploy(stages, only=["first"], ingresses=2, listen="127.0.0.1:0", name="two") as deployment:
         boundary = deployment.handle(stages[0](x))
         assert boundary.at == "middle"
         addresses = deployment.addresses
@@ -138,6 +138,31 @@ def test_a_client_goes_on_with_another_ingress_if_one_dies(cluster: Any, tmp_pat
                 other = torch.randn(1, 8)
                 assert remote(other).equal(net(other))
             assert any(addresses[0] in reason for reason in remote.down_reasons)
+
+
+def test_autoscaling_adds_a_replica_while_requests_wait(cluster: Any) -> None:
+    from microtome.scale.ray import deploy
+
+    model = Slow().eval()
+    stages = mt.split(model, asking(), at="head")
+    options: dict[str, Any] = {"only": ["head"], "autoscaling": (1, 2), "num_cpus": 0, "listen": "127.0.0.1:0"}
+
+    def replicas() -> int:
+        states = ray.serve.status().applications["scaled"].deployments["stage1"].replica_states
+        return int(states.get("RUNNING", 0))
+
+    with (
+        deploy(stages, name="scaled", **options) as deployment,
+        Gate() as gate,
+        mt.connect(model, asking(), deployment.address, at="head", fallback=None, codec="raw") as remote,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        assert replicas() == 1
+        xs = [asking(gate) for _ in range(8)]
+        answers = threads.submit(list, remote.stream(xs, window=8))
+        until(lambda: replicas() == 2)
+        gate.open()
+        assert all(output.equal(model(x)) for x, output in zip(xs, answers.result(120), strict=True))
 
 
 def _listener(address: str) -> psutil.Process:
