@@ -44,6 +44,7 @@ zoo: $(VENV)/.dev         ## compare with the published figures of torchvision, 
 	$(BIN)/python -m benchmarks.zoo $(if $(SAVE),--save)
 	$(BIN)/python -m benchmarks.split_zoo $(if $(SAVE),--save)
 	$(BIN)/python -m benchmarks.split_zoo.seeds
+	$(BIN)/python -m benchmarks.split_zoo.chains $(if $(SAVE),--save)
 	$(BIN)/python -m pytest -m zoo
 
 soak: $(VENV)/.dev        ## 20,000 requests over failing connections, 100,000 mutated messages, every attack: 20 minutes; SAVE=1 as below

@@ -137,11 +137,14 @@ def main(words: list[str]) -> int:
     finally:
         for server in servers:
             server.stop()
-    text = f"{len(chosen)} models, two inputs each: " + ", ".join(f"{count} {name}" for name, count in outcomes.items())
+    sample = "by name" if names else f"every {every}th of {len(listed)}"
+    counts = ", ".join(f"{count} {name}" for name, count in outcomes.items())
+    text = f"{len(chosen)} models ({sample}), {_PAIRS} pairs of cuts and two inputs each: {counts}"
     text = "\n".join([f"{text}.", "", *lines])
     print(text)
     if "--save" in words:
-        print("written to", save("chains", text, "python -m benchmarks.split_zoo.chains --save"))
+        made_by = " ".join(["python -m benchmarks.split_zoo.chains", *words])
+        print("written to", save("chains", text, made_by))
     return int(outcomes["wrong"] > 0)
 
 
