@@ -26,8 +26,8 @@ from benchmarks.split_zoo.models import Entry, build, entries
 from microtome.errors import MicrotomeError
 from microtome.split.comparison import differences
 
-#: Of the models, every 12th is tried; of each, so many pairs of cuts.
-_EVERY, _PAIRS = 12, 3
+#: Of the models, every 6th is tried; of each, so many pairs of cuts.
+_EVERY, _PAIRS = 6, 3
 
 
 class _Server:
