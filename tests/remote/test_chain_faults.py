@@ -259,7 +259,8 @@ def hang(victim: ServerProcess, connections: Callable[[], list[Connection]]) -> 
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("killed", ["of the first stage", *slow("of the last stage", "of the last stage, forwarded")])
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", ["of the first stage", "of the last stage", "of the last stage, forwarded"])
 @torch.no_grad()
 def test_a_killed_server_of_two_loses_no_request_of_four_clients(killed: str, failovers: list[str]) -> None:
     model, x = small()
