@@ -36,7 +36,7 @@ test-torch:               ## `make test` with another torch, in a separate envir
 test-gpu: $(VENV)/.dev    ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
 
-test-ray: $(VENV)/.dev    ## the tests of microtome.scale.ray, on clusters of this machine; three minutes
+test-ray: $(VENV)/.dev    ## the tests of microtome.scale.ray, on clusters of this machine; five minutes
 	$(PIP) -e '.[ray]' kubernetes-validate
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/scale src/microtome/scale
 
