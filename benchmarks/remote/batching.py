@@ -29,8 +29,10 @@ class Wide(nn.Sequential):
 
     def __init__(self) -> None:
         torch.manual_seed(0)
-        tail = nn.Sequential(*(layer for _ in range(16) for layer in (nn.Linear(1024, 1024), nn.ReLU())))
+        tail = nn.Sequential(*(layer for _ in range(16) for layer in (nn.ReLU(), nn.Linear(1024, 1024))))
         super().__init__(OrderedDict(first=nn.Linear(1024, 1024), tail=tail))
+        for linear in tail[1::2]:  # by default, inputs fade from layer to layer, and outputs are equal but for rounding
+            nn.init.kaiming_normal_(linear.weight)
         self.eval()
 
 
