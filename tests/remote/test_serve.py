@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import microtome as mt
 from microtome import __version__, zoo
+from microtome.engine.torch_internals import MODULE_CALL
 from microtome.errors import BadInputs, BadQuery, NoMatch, RemoteError
 from microtome.remote import protocol
 from microtome.remote.client import Remote
@@ -315,6 +316,19 @@ def test_an_item_that_does_not_fit_is_an_error_at_its_place(
         assert [one.equal(model(x)) for one in got] == [True] * 3
         assert remote(x).equal(model(x))
         assert remote._chain.pools[0].connections[0]._pending == {}
+
+
+def test_the_class_of_modules_stays_patched_while_a_stream_is_open() -> None:
+    model, x = zoo.build("tiny-resnet")
+    with serving(model, x) as server, connected(model, x, server, "layer1") as remote:
+        remote(x)
+        slot = vars(nn.Module)[MODULE_CALL]
+        assert slot is not None
+        assert all(vars(nn.Module)[MODULE_CALL] is slot for _ in remote.stream([x] * 3))
+    stop = monotonic() + 30
+    while vars(nn.Module)[MODULE_CALL] is not None and monotonic() < stop:
+        sleep(0.01)  # streams of other tests on the server of this module may be ending
+    assert vars(nn.Module)[MODULE_CALL] is None
 
 
 def test_a_stream_that_is_left_early_leaves_nothing_behind(resnet: tuple[nn.Module, Tensor], server: Server) -> None:

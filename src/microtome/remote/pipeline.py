@@ -9,6 +9,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from microtome.engine.meta_run import copy_inputs
+from microtome.engine.session import keep_patched
 from microtome.inputs import Inputs
 from microtome.remote.request import RemoteRequest
 
@@ -47,7 +48,7 @@ def run_pipeline(
             in_flight.put(_completed(error))
         in_flight.put(None)
 
-    with ThreadPoolExecutor(1, thread_name_prefix="microtome-encode") as encoder:
+    with keep_patched(), ThreadPoolExecutor(1, thread_name_prefix="microtome-encode") as encoder:
         thread = threading.Thread(target=run_heads, name="microtome-head", daemon=True)
         thread.start()
         try:

@@ -20,6 +20,7 @@ import torch
 from google.protobuf.message import DecodeError
 
 from microtome import __version__
+from microtome.engine.session import keep_patched
 from microtome.errors import describe_error
 from microtome.remote import protocol
 from microtome.remote.admission import BytePool, CallLimiter, OpenCall, ReplyBudget, Upload
@@ -181,6 +182,10 @@ class Service:
 
     async def stream(self, call: OpenCall) -> None:
         """Read requests until the client ends or the server drains, and write replies as they are ready."""
+        with keep_patched():  # between the runs of its requests
+            await self._exchange(call)
+
+    async def _exchange(self, call: OpenCall) -> None:
         self._metrics.streams.inc()
         replies = ReplyQueue(self._leave_queue, _WINDOW)
 
