@@ -84,3 +84,20 @@ def test_changed_facts_are_an_error_or_run(data: st.DataObject) -> None:
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         if "microtome/split" in traceback.extract_tb(error.__traceback__)[-1].filename:  # not the model's own code
             raise
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_boundaries_of_one_header_share_no_facts(name: str) -> None:
+    tail, boundary = example(name)
+    for facts in (boundary.facts, boundary.facts | {"further": [1, {"a": [2]}]}, {"plain": [{"a": []}], "b": {}}):
+        data = Boundary(boundary.at, boundary.fingerprint, boundary.tensors, facts).to_bytes()
+        changed, other = Boundary.from_bytes(data), Boundary.from_bytes(data)
+        assert changed.facts == facts
+        containers = [value for value in changed.facts.values() if isinstance(value, dict | list)]
+        for container in (*containers, changed.facts):
+            container.clear()
+        assert other.facts == Boundary.from_bytes(data).facts == facts
+        with pytest.raises(MicrotomeError, match="facts"):
+            tail(changed)
+        if "schema" in facts:
+            tail(Boundary.from_bytes(data))

@@ -68,7 +68,7 @@ class Boundary:
 
     @property
     def record(self) -> Any:
-        """The `BoundaryRecord` of a boundary that a stage of this process made; None: its facts are JSON, unchecked."""
+        """The `BoundaryRecord` that a stage of this process wrote, or that was checked; None: facts are unchecked."""
         facts = vars(self)["_facts"]
         return None if isinstance(facts, dict) else facts
 
@@ -160,8 +160,8 @@ class Boundary:
         """
         limit_bytes = _parse_size(limit)
         target = None if device is None else torch.device(device)
-        metadata, tensors = decode(data, limit_bytes, max_tensor_bytes, target)
-        boundary = cls(**metadata, tensors=tensors, spare_bytes=limit_bytes // 4)
+        header, tensors = decode(data, limit_bytes, max_tensor_bytes, target)
+        boundary = cls(header.at, header.fingerprint, tensors, header.facts, limit_bytes // 4)
         return boundary if target is None else boundary.to(target)
 
     def __repr__(self) -> str:

@@ -19,7 +19,7 @@ from microtome.errors import BadBoundary
 from microtome.files.types import find_mismatch, from_plain, to_plain
 from microtome.split.analysis.signature import CallSignature
 from microtome.split.analysis.structure_spec import Plain
-from microtome.split.boundary.decoder import are_sizes
+from microtome.split.boundary.tensor_bytes import are_sizes
 
 #: Increases with every change that older versions cannot read.
 SCHEMA = 1

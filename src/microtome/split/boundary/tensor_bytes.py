@@ -9,6 +9,7 @@ import ctypes
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -78,6 +79,11 @@ def span_of(shape: Sequence[int], strides: Sequence[int]) -> int:
     """
     pairs = zip(shape, strides, strict=True)
     return 0 if 0 in shape else 1 + sum((size - 1) * stride for size, stride in pairs)
+
+
+def are_sizes(numbers: Any) -> bool:
+    """Whether a JSON value is a list of sizes, strides or offsets."""
+    return type(numbers) is list and all(type(number) is int and 0 <= number < 2**62 for number in numbers)
 
 
 def alignment_offset(tensor: Tensor) -> int:

@@ -23,9 +23,8 @@ from microtome.engine.symbolic_shapes import SymbolicShapes
 from microtome.errors import BadBoundary, MicrotomeError, Unsupported, describe_error
 from microtome.inputs import Inputs
 from microtome.split.boundary.boundary import Boundary
-from microtome.split.boundary.decoder import are_sizes
 from microtome.split.boundary.schema import INPUT_SHAPES, BoundaryRecord
-from microtome.split.boundary.tensor_bytes import copy_strided
+from microtome.split.boundary.tensor_bytes import are_sizes, copy_strided
 from microtome.split.stage import Stage
 
 #: The most elements of an input: the code of a model may loop over sizes.
