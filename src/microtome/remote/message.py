@@ -63,9 +63,7 @@ class Message:
 
     def encode(self, boundary: Boundary) -> None:
         """Serialize a boundary, with the header of the message before it in the same bytes."""
-        check_facts = boundary.record is None
-        codec = self._header.codec or "raw"
-        self._data = encode(boundary.metadata, boundary.tensors, codec, self._prefix, check_facts=check_facts)
+        self._data = encode(boundary, self._header.codec or "raw", self._prefix)
 
     def set_payload(self, payload: bytes | memoryview) -> None:
         """Take a boundary that is encoded already; of a step, the rest after its header."""

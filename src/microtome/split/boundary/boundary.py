@@ -77,11 +77,6 @@ class Boundary:
         """The total bytes of the tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
-    @property
-    def metadata(self) -> dict[str, JSON]:
-        """All but the tensors."""
-        return {"at": self.at, "fingerprint": self.fingerprint, "facts": self.facts}
-
     def to(self, device: torch.device | str) -> Self:
         """A boundary with the tensors on a device."""
         return self.with_tensors({name: moved(tensor, device) for name, tensor in self.tensors.items()})
@@ -132,8 +127,7 @@ class Boundary:
         Raises:
             BadBoundary: If a tensor is not strided, or the facts are not JSON.
         """
-        is_json = self.record is not None  # else the facts may be anything
-        return encode(self.metadata, self.tensors, codec, check_facts=not is_json)
+        return encode(self, codec)
 
     @classmethod
     def from_bytes(

@@ -9,7 +9,7 @@
     16      8      total length
     24      8      xxh3_64 of the 24 bytes before and the header
     32             header: JSON in ASCII, padded with spaces to a multiple of 64
-                   {"at", "fingerprint", "facts", "tensors": [{"name", "dtype", "shape", "strides", "parts"}, …]}
+                   {"at", "fingerprint", "tensors": [{"name", "dtype", "shape", "strides", "parts"}, …], "facts"}
                    parts of the tensors, each padded with zeros to a multiple of 64
     -16     16     xxh3_128 of the digests: the header's, then the xxh3_128 of every 256 KiB of each part
 
@@ -26,8 +26,8 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +47,9 @@ from microtome.split.boundary.tensor_bytes import (
     to_dense,
 )
 
+if TYPE_CHECKING:
+    from microtome.split.boundary.boundary import Boundary
+
 MAGIC = b"\x89MTBOUND"
 VERSION = 2
 
@@ -63,6 +66,9 @@ DTYPES: dict[str, torch.dtype] = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _JSON = json.JSONEncoder(separators=(",", ":"))
+#: The JSON of the last records, by that of their values in order; how many are kept, and the most bytes of each.
+_encoded_records: dict[str, str] = {}
+_MAX_RECORDS, _MAX_RECORD_BYTES = 16, 64 << 10
 _JSON_SCALARS = (str, int, float, bool, type(None))
 
 
@@ -83,28 +89,20 @@ class Part(NamedTuple):
         return iter([memoryview(self.source)]) if isinstance(self.source, bytes) else read_chunks(self.source)
 
 
-def encode(
-    metadata: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-    codec: str,
-    make_prefix: Callable[[int], bytes] = lambda _: b"",
-    *,
-    check_facts: bool = True,
-) -> bytes:
-    """Encode the metadata and the tensors of a boundary.
+def encode(boundary: Boundary, codec: str, make_prefix: Callable[[int], bytes] = lambda _: b"") -> bytes:
+    """Encode a boundary.
 
     Args:
-        check_facts: Raise if JSON would not restore the facts; those that a stage recorded need no check.
         make_prefix: Returns bytes to put in front, for the length of the boundary; this avoids a copy of all of it.
     """
     steps = parse_codec(codec)
     entries: list[dict[str, Any]] = []
     parts: list[Part] = []
-    for name, tensor in tensors.items():
+    for name, tensor in boundary.tensors.items():
         entry, tensor_parts = encode_tensor(name, tensor, steps)
         entries.append(entry)
         parts += tensor_parts
-    header = _encode_header({**metadata, "tensors": entries}, check_facts=check_facts)
+    header = _encode_header(boundary, entries)
     return _assemble(header.ljust(len(header) + padding(HEADER_OFFSET + len(header))), parts, make_prefix)
 
 
@@ -173,18 +171,33 @@ def _make_part(tensor: Tensor, compression: str | None) -> Part:
     return Part(tensor, tensor.nbytes)
 
 
-def _encode_header(header: dict[str, Any], *, check_facts: bool) -> bytes:
+def _encode_header(boundary: Boundary, entries: list[dict[str, Any]]) -> bytes:
     try:
-        for name in [header["at"], header["fingerprint"], *(entry["name"] for entry in header["tensors"])]:
+        for name in [boundary.at, boundary.fingerprint, *(entry["name"] for entry in entries)]:
             if not isinstance(name, str):
                 raise BadBoundary(f"expected strings as address, fingerprint and tensor names, got {name!r:.80}")
-        if check_facts and (found := _find_non_json(header["facts"])) is not None:
-            raise BadBoundary(f"facts{found[0]}: {found[1]}")
-        return _JSON.encode(header).encode("ascii")
+        stated = _JSON.encode({"at": boundary.at, "fingerprint": boundary.fingerprint, "tensors": entries})
+        return f'{stated[:-1]},"facts":{_encode_facts(boundary)}}}'.encode("ascii")
     except BadBoundary:
         raise
     except (TypeError, ValueError, RecursionError) as error:
         raise BadBoundary(f"the facts of the boundary cannot be encoded as JSON: {describe_error(error)}") from error
+
+
+def _encode_facts(boundary: Boundary) -> str:
+    """Encode the facts as JSON; those of the last records are kept, since the runs of a stage make like ones."""
+    if (record := boundary.record) is None:
+        if (found := _find_non_json(boundary.facts)) is not None:
+            raise BadBoundary(f"facts{found[0]}: {found[1]}")
+        return _JSON.encode(boundary.facts)
+    key = _JSON.encode(record)  # named tuples as lists: much faster than with their names, and as exact
+    if (text := _encoded_records.get(key)) is None:
+        text = _JSON.encode(record.to_facts())
+        if len(_encoded_records) >= _MAX_RECORDS:
+            _encoded_records.clear()
+        if len(text) <= _MAX_RECORD_BYTES:
+            _encoded_records[key] = text
+    return text
 
 
 def _find_non_json(value: object) -> tuple[str, str] | None:
