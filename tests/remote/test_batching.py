@@ -195,6 +195,24 @@ def test_what_says_another_batch_than_it_has_is_not_joined_with_others() -> None
     assert batcher.key(mt.Boundary(at, good.fingerprint, {}, {})) is None
 
 
+@torch.no_grad()
+def test_like_requests_share_a_key_that_is_made_once() -> None:
+    model, x = small()
+    cut = mt.cuts(model, x)[6]
+    head, tail = mt.split(model, x, at=cut)
+    batcher = build_batcher(partial(make_examples, head, Inputs(x)), tail)
+    assert batcher is not None
+    one, other, twice = (
+        mt.Boundary.from_bytes(head(each).to_bytes()) for each in (x, torch.randn_like(x), torch.cat([x, x]))
+    )
+    assert batcher.key(one) is batcher.key(other) is not None
+    assert batcher.key(twice) == batcher.key(one)
+    assert one.record is other.record is not None
+    assert one.record is not twice.record
+    forged = other.with_tensors({name: torch.cat([tensor, tensor]) for name, tensor in other.tensors.items()})
+    assert batcher.key(forged) is None
+
+
 class Spread(nn.Module):
     """What has one row is spread over the rows of the other."""
 

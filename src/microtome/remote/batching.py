@@ -28,6 +28,8 @@ log = logging.getLogger("microtome.remote")
 
 Head = Callable[..., Boundary]
 Path = tuple[Any, ...]
+#: How many keys of records are kept.
+_MAX_KEYS = 64
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Batcher:
         unit: Requests must have a multiple of this many rows; the rows of a unit may depend on each other.
         verdicts: For each verified number of rows, why so many are not computed together; None: they are.
         examples: Boundaries of `unit` rows, and the output of each alone.
+        keys: The keys of the last records with tensors of these shapes, which like requests share.
     """
 
     example_rows: dict[str, int]
@@ -49,12 +52,24 @@ class Batcher:
     unit: int = 1
     verdicts: dict[int, str | None] = field(default_factory=dict)
     examples: list[tuple[Boundary, Any]] = field(default_factory=list)
+    keys: dict[tuple[Any, ...], tuple[Any, str | None]] = field(default_factory=dict)
 
     def key(self, boundary: Boundary) -> str | None:
         """Return the same key for requests that can be batched, unless tensors that do not grow differ.
 
         None: the facts contradict the tensors, so that it could corrupt other requests of a batch.
         """
+        if (record := boundary.record) is None:
+            return self._make_key(boundary)
+        specs = (id(record), *[(name, tensor.dtype, tensor.shape) for name, tensor in boundary.tensors.items()])
+        if (kept := self.keys.get(specs)) is None:
+            if len(self.keys) >= _MAX_KEYS:
+                self.keys.clear()
+            key = self._make_key(boundary.with_tensors(boundary.tensors))  # which reads the facts, and drops the record
+            kept = self.keys[specs] = record, key  # with the record, so that no other has its id
+        return kept[1]
+
+    def _make_key(self, boundary: Boundary) -> str | None:
         try:
             rows = self.batch_size(boundary)
             if not rows or rows % self.unit:
@@ -97,10 +112,8 @@ class Batcher:
             else:
                 raise CannotBatch(f"requests differ in {name!r}, which does not grow with the batch")
 
-        def add(path: Path, leaf: Any) -> Any:
-            return sum(_get(boundary.facts, path) for boundary in boundaries) if path in self.facts_per_row else leaf
-
-        return replace(first, tensors=tensors, facts=_map_leaves(first.facts, add))
+        rows = sum(map(self.batch_size, boundaries))
+        return replace(first, tensors=tensors, facts=self._scale_facts(first, rows))
 
     def split(self, output: Any, rows: Sequence[int]) -> list[Any]:
         """Split the output of the model by the rows of each request."""
@@ -122,10 +135,15 @@ class Batcher:
             count = rows * own // self.example_batch_size
             tensors[name] = torch.cat([tensors[name]] * -(-count // len(tensors[name])))[:count]
 
+        return replace(boundary, tensors=tensors, facts=self._scale_facts(boundary, rows))
+
+    def _scale_facts(self, boundary: Boundary, rows: int) -> Any:
+        """Return the facts of a boundary with so many rows."""
+
         def scale(path: Path, leaf: Any) -> Any:
             return round(self.facts_per_row[path] * rows) if path in self.facts_per_row else leaf
 
-        return replace(boundary, tensors=tensors, facts=_map_leaves(boundary.facts, scale))
+        return _map_leaves(boundary.facts, scale)
 
     def verify(self, tail: Tail, rows: int) -> None:
         """Raise if an output may depend on another request in a batch of so many rows in all."""
@@ -187,7 +205,7 @@ def _build(examples: ExampleBoundaries, tail: Tail) -> Batcher:
     except (MicrotomeError, RuntimeError, IndexError):
         if count == 1:
             raise
-        return _with_examples(replace(batcher, unit=count, verdicts={}, examples=[]), tail, one, other)
+        return _with_examples(replace(batcher, unit=count, verdicts={}, examples=[], keys={}), tail, one, other)
 
 
 def _with_examples(batcher: Batcher, tail: Tail, one: Boundary, other: Boundary) -> Batcher:
