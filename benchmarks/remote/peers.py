@@ -8,6 +8,7 @@ import struct
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterable, Iterator
+from queue import SimpleQueue
 from typing import Any
 
 import grpc
@@ -77,6 +78,15 @@ class Bare:
     def __init__(self, address: str) -> None:
         self._channel = grpc.insecure_channel(address, _OPTIONS)
         self._stream = self._channel.stream_stream(_METHOD)
+        self._outgoing: SimpleQueue[bytes | None] = SimpleQueue()
+        self._replies: Iterator[bytes] | None = None
+
+    def exchange(self, data: bytes) -> None:
+        """Send one message, and wait for its reply."""
+        if self._replies is None:
+            self._replies = self._stream(iter(self._outgoing.get, None))
+        self._outgoing.put(data)
+        next(self._replies)
 
     def send(self, items: Iterable[bytes], window: int) -> int:
         room = threading.Semaphore(window)
@@ -93,6 +103,7 @@ class Bare:
         return answered
 
     def close(self) -> None:
+        self._outgoing.put(None)
         self._channel.close()
 
 
