@@ -168,8 +168,9 @@ def copy_hashed(source: memoryview, target: memoryview) -> list[bytes]:
 
 
 def _copy_blocks(source: memoryview, target: memoryview) -> list[bytes]:
-    if not len(source):
-        return [xxh3_128_digest(b"")]
+    if len(source) <= BLOCK:  # without releasing the GIL, which would take longer to get back
+        target[:] = source
+        return [xxh3_128_digest(target)]
     digests = []
     read, written = np.frombuffer(source, np.uint8), np.frombuffer(target, np.uint8)
     for begin in range(0, len(source), BLOCK):  # numpy and xxhash release the GIL
