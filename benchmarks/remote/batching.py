@@ -31,8 +31,9 @@ class Wide(nn.Sequential):
         torch.manual_seed(0)
         tail = nn.Sequential(*(layer for _ in range(16) for layer in (nn.ReLU(), nn.Linear(1024, 1024))))
         super().__init__(OrderedDict(first=nn.Linear(1024, 1024), tail=tail))
-        for linear in tail[1::2]:  # by default, inputs fade from layer to layer, and outputs are equal but for rounding
-            nn.init.kaiming_normal_(linear.weight)
+        for layer in tail:
+            if isinstance(layer, nn.Linear):  # by default, inputs fade from layer to layer until rounding counts
+                nn.init.kaiming_normal_(layer.weight)
         self.eval()
 
 

@@ -89,7 +89,9 @@ def test_changed_facts_are_an_error_or_run(data: st.DataObject) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_boundaries_of_one_header_share_no_facts(name: str) -> None:
     tail, boundary = example(name)
-    for facts in (boundary.facts, boundary.facts | {"further": [1, {"a": [2]}]}, {"plain": [{"a": []}], "b": {}}):
+    own = boundary.facts
+    cases: list[dict[str, Any]] = [own, own | {"further": [1, {"a": [2]}]}, {"plain": [{"a": []}], "b": {}}]
+    for facts in cases:
         data = Boundary(boundary.at, boundary.fingerprint, boundary.tensors, facts).to_bytes()
         changed, other = Boundary.from_bytes(data), Boundary.from_bytes(data)
         assert changed.facts == facts
