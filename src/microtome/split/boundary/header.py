@@ -156,7 +156,7 @@ def parse_header(text: bytes) -> Header:
     if len(text) > _MAX_HEADER_BYTES:
         return _parse_header(text)
     header = _parse_kept_header(text)
-    return header if isinstance(header.facts, BoundaryRecord) else header._replace(facts=_copy_json(header.facts))
+    return header if isinstance(header.facts, BoundaryRecord) else header._replace(facts=parse_fields(text)["facts"])
 
 
 @lru_cache(_MAX_HEADERS)
@@ -174,12 +174,6 @@ def _parse_kept_header(text: bytes) -> Header:
 def _parse_header(text: bytes) -> Header:
     fields = parse_fields(text)
     return Header(fields["at"], fields["fingerprint"], fields["facts"], TensorEntries.parse(fields["tensors"]))
-
-
-def _copy_json(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _copy_json(item) for key, item in value.items()}
-    return [_copy_json(item) for item in value] if isinstance(value, list) else value
 
 
 def parse_fields(text: bytes) -> dict[str, Any]:
