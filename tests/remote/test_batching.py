@@ -20,7 +20,7 @@ from microtome.engine.pytree import tensors_in
 from microtome.errors import RemoteError
 from microtome.inputs import Inputs
 from microtome.remote.batch_verification import CannotBatch
-from microtome.remote.batching import build_batcher, make_examples
+from microtome.remote.batching import Batcher, build_batcher, make_examples
 from microtome.remote.served_model import ServedModel
 from microtome.remote.server import Server
 from microtome.results.cuts import Cut
@@ -193,6 +193,16 @@ def test_what_says_another_batch_than_it_has_is_not_joined_with_others() -> None
             inside[path[-1]] = value
             assert batcher.key(forged) is None
     assert batcher.key(mt.Boundary(at, good.fingerprint, {}, {})) is None
+
+
+def test_a_batch_is_divided_until_that_costs_as_much_as_verifying_it() -> None:
+    batcher = Batcher({"x": 1}, {}, frozenset({0}), verdicts={2: None, 3: None, 6: "an output depends on another"})
+    assert batcher.divide([1] * 3) == batcher.divide([2, 1, 0]) == [3]
+    assert batcher.divide([1] * 8) == [8]
+    assert [batcher.divide([1] * 6) for _ in range(20)] == [[4, 2]] * 20
+    assert [batcher.divide([1] * 7) for _ in range(5)] == [[4, 2, 1]] * 4 + [[7]]
+    batcher.verdicts[7] = None
+    assert batcher.divide([1] * 7) == [7]
 
 
 @torch.no_grad()

@@ -2,13 +2,15 @@
 
 The boundary of a doubled example batch is compared with that of the example: tensors whose first dimension doubles are
 concatenated, numbers that double are added, and everything else must be equal in requests that are batched. Each total
-number of rows is verified before it is first computed; see `batch_verification.py`.
+number of rows is verified before it is first computed; see `batch_verification.py`. Since that takes many runs, batches
+are divided until it pays.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -30,6 +32,8 @@ Head = Callable[..., Boundary]
 Path = tuple[Any, ...]
 #: How many keys of records are kept.
 _MAX_KEYS = 64
+#: About how many runs of a batch verify it.
+_VERIFICATION_RUNS = 10
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class Batcher:
         verdicts: For each verified number of rows, why so many are not computed together; None: they are.
         examples: Boundaries of `unit` rows, and the output of each alone.
         keys: The keys of the last records with tensors of these shapes, which like requests share.
+        extra_runs: For each number of rows that is not verified, the runs that dividing such batches has cost.
     """
 
     example_rows: dict[str, int]
@@ -53,6 +58,7 @@ class Batcher:
     verdicts: dict[int, str | None] = field(default_factory=dict)
     examples: list[tuple[Boundary, Any]] = field(default_factory=list)
     keys: dict[tuple[Any, ...], tuple[Any, str | None]] = field(default_factory=dict)
+    extra_runs: Counter[int] = field(default_factory=Counter)
 
     def key(self, boundary: Boundary) -> str | None:
         """Return the same key for requests that can be batched, unless tensors that do not grow differ.
@@ -90,6 +96,20 @@ class Batcher:
             for name, tensor in boundary.tensors.items()
         ]
         return json.dumps([boundary.at, facts, tensors])
+
+    def divide(self, rows: Sequence[int]) -> list[int]:
+        """Return how many requests with these rows are computed together, in order.
+
+        All of them, once so many rows are verified, which takes many runs. Before, powers of two, of which there are
+        few to verify, until that has cost as many runs.
+        """
+        total, count = sum(rows), len(rows)
+        powers = [1 << bit for bit in reversed(range(count.bit_length())) if count >> bit & 1]
+        if len(powers) == 1 or self.verdicts.get(total, "") is None:
+            return [count]
+        self.extra_runs[total] += len(powers) - 1
+        is_due = total not in self.verdicts and self.extra_runs[total] >= _VERIFICATION_RUNS
+        return [count] if is_due else powers
 
     def batch_size(self, boundary: Boundary) -> int:
         """Return the batch size of a boundary."""
@@ -205,7 +225,8 @@ def _build(examples: ExampleBoundaries, tail: Tail) -> Batcher:
     except (MicrotomeError, RuntimeError, IndexError):
         if count == 1:
             raise
-        return _with_examples(replace(batcher, unit=count, verdicts={}, examples=[], keys={}), tail, one, other)
+        batcher = Batcher(batcher.example_rows, batcher.facts_per_row, batcher.batched_outputs, unit=count)
+        return _with_examples(batcher, tail, one, other)
 
 
 def _with_examples(batcher: Batcher, tail: Tail, one: Boundary, other: Boundary) -> Batcher:

@@ -70,6 +70,9 @@ class ExportedBackend:
     def batch_key(self, boundary: Boundary, stage: StageRef | None = None) -> None:
         """Return None: whether rows are independent of each other is not known."""
 
+    def divide(self, boundaries: Sequence[Boundary], stage: StageRef) -> NoReturn:
+        raise AssertionError("requests have no batch keys")
+
     def compute(
         self, boundaries: Sequence[Boundary], stage: StageRef | None = None, deadline: float | None = None
     ) -> list[Any]:

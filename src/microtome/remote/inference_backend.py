@@ -99,6 +99,9 @@ class InferenceBackend(Protocol):
     def batch_key(self, boundary: Any, stage: StageRef | None = None) -> str | None:
         """Return the same key for requests that can be computed together; None: it must be computed alone."""
 
+    def divide(self, boundaries: Sequence[Any], stage: StageRef) -> list[int]:
+        """Return how many requests of one batch key are computed together, in order."""
+
     def compute(
         self, boundaries: Sequence[Any], stage: StageRef | None = None, deadline: float | None = None
     ) -> list[Any]:

@@ -174,6 +174,13 @@ class ServedModel:
         batcher = self._batcher(stage or StageRef.tail(boundary.at))
         return None if batcher is None else batcher.key(boundary)
 
+    def divide(self, boundaries: Sequence[Boundary], stage: StageRef) -> list[int]:
+        """Return how many requests of one batch key are computed together, in order."""
+        batcher = self._batcher(stage)
+        assert batcher is not None
+        with self._lock:
+            return batcher.divide([batcher.batch_size(boundary) for boundary in boundaries])
+
     def compute(
         self, boundaries: Sequence[Boundary], stage: StageRef | None = None, deadline: float | None = None
     ) -> list[Any]:

@@ -245,7 +245,7 @@ class WorkerPool:
             else:
                 groups.setdefault(id(request) if key is None else (request.stage, key), []).append(request)
         for group in groups.values():
-            self._compute(group)
+            self._compute_group(group)
 
     def _decode(self, request: QueuedRequest, header: bytes = b"") -> Any:
         """Decode the boundary of a request; that of a step arrives without its header."""
@@ -334,6 +334,15 @@ class WorkerPool:
             self._fail(request, error)
         else:
             self._resolve(request, reply, 1)
+
+    def _compute_group(self, group: list[QueuedRequest]) -> None:
+        """Compute requests of one batch key, in one or several batches."""
+        counts = [1]
+        if len(group) > 1:
+            counts = self._served.divide([request.boundary for request in group], group[0].stage)
+        for count in counts:
+            self._compute(group[:count])
+            group = group[count:]
 
     def _compute(self, group: list[QueuedRequest]) -> None:
         start = perf_counter()

@@ -112,6 +112,9 @@ class TrainingBackend:
     def batch_key(self, boundary: Any, stage: StageRef | None = None) -> NoReturn:
         raise AssertionError("decode refuses such requests")
 
+    def divide(self, boundaries: Sequence[Any], stage: StageRef) -> NoReturn:
+        raise AssertionError("decode refuses such requests")
+
     def compute(
         self, boundaries: Sequence[Any], stage: StageRef | None = None, deadline: float | None = None
     ) -> NoReturn:

@@ -111,6 +111,9 @@ class ReplicaBackend:
         """Return the cut: the replicas find out which requests can be computed together."""
         return boundary.at
 
+    def divide(self, boundaries: Sequence[EncodedBoundary], stage: StageRef) -> list[int]:
+        return [len(boundaries)]
+
     def compute(
         self, boundaries: Sequence[EncodedBoundary], stage: StageRef | None = None, deadline: float | None = None
     ) -> list[EncodedOutput]:
