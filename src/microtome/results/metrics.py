@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 #: The options of the running command, empty if they are not known; None: the caller is Python.
 _OPTIONS: ContextVar[frozenset[str] | None] = ContextVar("_OPTIONS", default=None)
 _OPTION = re.compile(r"--[a-z][a-z-]*")
+#: Options of `microtome profile` that the output of other commands advises.
+_OF_PROFILE = frozenset(
+    ("--time", "--memory", "--energy", "--energy-model", "--load", "--depth", "--repeat", "--backward")
+)
 
 
 @contextmanager
@@ -44,7 +48,7 @@ def on_command_line(options: Iterable[str] = ()) -> Iterator[None]:
 def advise(argument: str, option: str) -> str:
     """Return what to write, in the interface in use: Python, or the command line.
 
-    Options that the running command does not have are those of `microtome profile`, unless a whole command is named.
+    Options of `microtome profile` that the running command does not have are named with the command.
 
     >>> advise('measure=["time"]', "--time")
     'measure=["time"]'
@@ -59,7 +63,8 @@ def advise(argument: str, option: str) -> str:
     if own is None:
         return argument
     named = list(_OPTION.finditer(option))
-    if not own or option.startswith("microtome ") or {match[0] for match in named} <= own:
+    others = {match[0] for match in named} - own
+    if not own or not others or not others <= _OF_PROFILE or option.startswith("microtome "):
         return option
     end = named[-1].end()
     return f"{option[:end]} of `microtome profile`{option[end:]}"
