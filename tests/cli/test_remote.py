@@ -27,6 +27,7 @@ from microtome.report.formats import text
 from microtome.results.requests import RequestLog
 from microtome.results.sweep import Sweep
 from tests.remote.process import ServerProcess
+from tests.remote.proxy import Proxy, Weather
 from tests.report.timed import check_chrome
 
 MODEL = "zoo:tiny-resnet"
@@ -356,11 +357,12 @@ def test_the_input_is_swept_once_where_it_is_named(server: Server) -> None:
 
 
 def test_requests_fail_without_the_fallback(server: Server) -> None:
-    words = ["run", MODEL, "--server", server.address, "--at", "layer1", "--deadline", "1us", "--repeat", 2]
-    assert "2 requests of 2 ended here" in good(*words).output
-    result = call(*words, "--no-fallback")
-    assert result.exit_code == 2
-    assert f"{server.address} did not answer in 1e-06 s" in result.output
+    with Proxy(server.address, lambda _: (Weather(), Weather(delay_s=0.1))) as slow:
+        words = ["run", MODEL, "--server", slow.address, "--at", "layer1", "--deadline", "1us", "--repeat", 2]
+        assert "2 requests of 2 ended here" in good(*words).output
+        result = call(*words, "--no-fallback")
+        assert result.exit_code == 2
+        assert f"{slow.address} did not answer in 1e-06 s" in result.output
 
 
 def test_a_warning_is_a_line_without_source_code(tmp_path: Path) -> None:
