@@ -6,7 +6,7 @@ import copy
 import multiprocessing
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 
 import microtome as mt
+from microtome.split.pipelining.stage_module import StageModule
 from tests.split import language_models
 
 MICRO_BATCHES = 4
@@ -44,9 +45,33 @@ def loss_of(output: Any, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(first.flatten(0, -2), target.flatten())
 
 
-def make_task(name: str) -> Task:
+#: Cuts inside blocks.
+INSIDE = {
+    "llama": ["model.layers.0.mlp.gate_proj", "model.layers.1.self_attn.q_proj"],
+    "qwen3": ["model.layers.0.self_attn.q_norm", "model.layers.1.mlp.up_proj"],
+    "gemma3": ["model.layers.0.mlp.gate_proj", "model.layers.1.self_attn"],
+    "gpt2": ["transformer.h.0.mlp.c_fc", "transformer.h.1.attn"],
+    "t5": ["encoder.block.1.layer.0", "decoder.block.0.layer.1"],
+    "resnet50": ["layer2.0.conv2", "layer3.1.bn2"],
+    "vit": ["encoder.layers.encoder_layer_0.ln_2", "encoder.layers.encoder_layer_1.self_attention"],
+}
+
+
+def make_task(name: str, *, inside: bool = False) -> Task:
+    task = _make_task(name)
+    return task._replace(cuts=INSIDE[name]) if inside else task
+
+
+def without_dropout(task: Task) -> Task:
+    for module in task.model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return task
+
+
+def _make_task(name: str) -> Task:
     torch.manual_seed(0)
-    if name in ("resnet", "vit"):
+    if name in ("resnet50", "vit"):
         return _make_image_task(name)
     tokens = language_models.VOCABULARY
 
@@ -71,16 +96,16 @@ def _make_image_task(name: str) -> Task:
     from microtome import zoo
 
     torchvision = zoo.import_torchvision()
-    if name == "resnet":
-        resnet = torchvision.models.resnet
-        model, cuts = resnet.ResNet(resnet.BasicBlock, [1, 1, 1, 1], num_classes=5), ["layer1", "layer3.0.bn1"]
+    size = 64 if name == "resnet50" else 16
+    if name == "resnet50":
+        model, cuts = torchvision.models.resnet50(num_classes=5), ["layer1", "layer3"]
     else:
         kind = torchvision.models.vision_transformer.VisionTransformer
         model = kind(16, 8, 3, 2, 16, 32, dropout=0.2, attention_dropout=0.2, num_classes=5)
         cuts = [f"encoder.layers.encoder_layer_{index}" for index in (0, 1)]
 
     def batch(_: int) -> tuple[tuple[Tensor, ...], Tensor]:
-        return (torch.randn(2 * MICRO_BATCHES, 3, 16, 16),), torch.randint(0, 5, (2 * MICRO_BATCHES,))
+        return (torch.randn(2 * MICRO_BATCHES, 3, size, size),), torch.randint(0, 5, (2 * MICRO_BATCHES,))
 
     return Task(model.train(), cuts, batch, mt.Inputs)
 
@@ -115,8 +140,8 @@ def _seeded(stage: int) -> Tensor:
 
 def whole_steps(
     task: Task, lengths: list[int], rate: float, kind: type[torch.optim.Optimizer]
-) -> Iterator[tuple[list[Tensor], dict[str, Tensor]]]:
-    """Train the whole model; yield the losses and the gradients of each step."""
+) -> Iterator[tuple[list[Tensor], dict[str, Tensor], nn.Module]]:
+    """Train the whole model; yield the losses and the gradients of each step, and the model after it."""
     model = copy.deepcopy(task.model)
     optimizer = kind(model.parameters(), lr=rate)  # type: ignore[call-arg]
     states = [_seeded(index) for index in range(len(task.cuts) + 1)]
@@ -124,33 +149,49 @@ def whole_steps(
         torch.manual_seed(step)
         inputs, target = task.batch(length)
         optimizer.zero_grad()
-        losses = []
-        parts = zip(*(one.chunk(MICRO_BATCHES) for one in (*inputs, target)), strict=True)
         with switched_random_states(model, task.cuts, states):
-            for *part, part_target in parts:
-                loss = loss_of(task.wrap(*part).run(model), part_target)
-                loss.backward()
-                losses.append(loss.detach())
+            losses = run_micro_batches(task, model, inputs, target)
         for weight in model.parameters():
             if weight.grad is not None:
                 weight.grad.div_(MICRO_BATCHES)
-        gradients = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
-        yield losses, gradients
+        gradients = gradients_of(model)
         optimizer.step()
+        yield losses, gradients, model
+
+
+def run_micro_batches(task: Task, model: nn.Module, inputs: tuple[Tensor, ...], target: Tensor) -> list[Tensor]:
+    """Run the backward of each micro-batch; return the losses."""
+    losses = []
+    for *part, part_target in zip(*(one.chunk(MICRO_BATCHES) for one in (*inputs, target)), strict=True):
+        loss = loss_of(task.wrap(*part).run(model), part_target)
+        loss.backward()
+        losses.append(loss.detach())
+    return losses
+
+
+def gradients_of(module: nn.Module) -> dict[str, Tensor]:
+    return {name: one.grad.clone() for name, one in module.named_parameters() if one.grad is not None}
+
+
+def relative_difference(gradient: Tensor, expected: Tensor) -> float:
+    """The largest difference of a gradient, relative to the largest number in it."""
+    return float((gradient - expected).abs().max() / expected.abs().max())
 
 
 class Result(NamedTuple):
     """What a process found.
 
     Attributes:
-        equal: For each step, whether all gradients equal those of the whole model bit for bit.
+        equal: For each step, whether all gradients but those of tied weights are bit-equal to the whole model's.
         worst: The largest difference of a gradient, relative to the largest number in it.
+        tied: The same of weights that several stages train.
         losses: The largest difference of a loss, in the last stage.
         names: The parameters and buffers of its modules.
     """
 
     equal: list[bool]
     worst: float
+    tied: float
     losses: float
     names: list[str]
 
@@ -163,17 +204,22 @@ def train(
     lengths: tuple[int, ...] = (9, 9, 9),
     rate: float = 0.1,
     optimizer: str = "SGD",
+    synced: bool = False,
 ) -> Result:
-    """Train in one process of a pipeline, and compare with the whole model."""
+    """Train in one process of a pipeline, and compare with the whole model.
+
+    Args:
+        synced: Set the weights to those of the whole model after each step, so that rounding does not accumulate.
+    """
     whole = whole_steps(task, list(lengths), rate, getattr(torch.optim, optimizer))
     stages = mt.split(task.model, _example(task, lengths[0]), at=task.cuts, grad=True)
-    indices = range(rank, len(stages), world)
+    indices = indices_of(rank, world, len(stages), schedule)
     if len(indices) == 1:
         stages = stages.keeping(rank)
     modules = [stages[index].as_module(tied="sum") for index in indices]
-    named = {one: weight for module in modules for one, weight in module.named_parameters()}
-    step_optimizer = getattr(torch.optim, optimizer)(named.values(), lr=rate)
-    equal, worst, worst_loss, state = [], 0.0, 0.0, _seeded(rank)
+    weights = [weight for module in modules for weight in module.parameters()]
+    step_optimizer = getattr(torch.optim, optimizer)(weights, lr=rate)
+    equal, worst, worst_tied, worst_loss, state = [], 0.0, 0.0, 0.0, _seeded(rank)
     for step, length in enumerate(lengths):
         if step == 0 or length != lengths[step - 1]:  # torch fixes the shapes of a schedule
             parts = [
@@ -185,23 +231,43 @@ def train(
         inputs, target = task.batch(length)
         losses: list[Tensor] = []
         step_optimizer.zero_grad()
-        is_last = indices[-1] == len(stages) - 1
+        is_last = len(stages) - 1 in indices
         torch.set_rng_state(state)
         run.step(*(inputs if rank == 0 else ()), **({"target": target, "losses": losses} if is_last else {}))
         state = torch.get_rng_state()
         mt.sum_tied_gradients(*modules)
-        expected_losses, expected = next(whole)
-        found = {one: weight.grad for one, weight in named.items() if weight.grad is not None}
-        assert found.keys() == expected.keys() & named.keys()
-        equal.append(all(grad.equal(expected[one]) for one, grad in found.items()))
-        differences = (
-            float((grad - expected[one]).abs().max() / expected[one].abs().max()) for one, grad in found.items()
-        )
-        worst = max(worst, *differences)
+        expected_losses, expected, model = next(whole)
+        own, tied = compare_gradients(modules, expected)
+        equal.append(not any(own.values()))
+        worst, worst_tied = max(worst, *own.values()), max(worst_tied, *tied.values(), 0.0)
         for loss, other in zip(losses, expected_losses, strict=is_last):
             worst_loss = max(worst_loss, float((loss.detach() - other).abs()))
         step_optimizer.step()
-    return Result(equal, worst, worst_loss, sorted({one for module in modules for one in module.state_dict()}))
+        if synced:
+            for module in modules:
+                module.load_state_dict(model.state_dict())
+    return Result(equal, worst, worst_tied, worst_loss, sorted({one for each in modules for one in each.state_dict()}))
+
+
+def indices_of(rank: int, world: int, num_stages: int, schedule: str) -> list[int]:
+    """The stages of a process: of a schedule in the shape of a V, one from each end."""
+    if schedule in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV"):
+        return [rank, num_stages - 1 - rank]
+    return list(range(rank, num_stages, world))
+
+
+def compare_gradients(
+    modules: Sequence[StageModule], expected: dict[str, Tensor]
+) -> tuple[dict[tuple[int, str], float], dict[tuple[int, str], float]]:
+    """The relative differences of the gradients of each module, and of those of tied weights; 0: bit-equal."""
+    found: tuple[dict[tuple[int, str], float], dict[tuple[int, str], float]] = ({}, {})
+    for index, module in enumerate(modules):
+        gradients = gradients_of(module)
+        assert gradients.keys() == expected.keys() & dict(module.named_parameters()).keys()
+        for name, grad in gradients.items():
+            difference = 0.0 if grad.equal(expected[name]) else relative_difference(grad, expected[name])
+            found[name in module.tied][index, name] = difference
+    return found
 
 
 def _example(task: Task, length: int) -> mt.Inputs:

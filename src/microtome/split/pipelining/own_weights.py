@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from microtome.engine.fingerprint import named_weights
-from microtome.engine.module_state import frozen_copy, unregister_tensors
+from microtome.engine.module_state import frozen_copy, replace_tensors, unregister_tensors
 from microtome.errors import Unsupported
 from microtome.split.weights import copy_with_weights
 
 #: For each parameter and buffer of a model, the stages that hold it.
 Holders = Mapping[str, tuple[int, ...]]
+
+#: For each weight that several stages train: the first of them in this process, and the copies of the others.
+_tied_copies = WeakTensorKeyDictionary()
 
 
 def find_holders(
@@ -45,13 +50,28 @@ def copy_with_own_weights(model: nn.Module, index: int, needed: Collection[str],
     """Copy a model; the copy registers the weights that a stage holds, and shares those with the model.
 
     Weights that the stage needs and does not hold are attributes of their modules: they have values, and are neither
-    in `parameters()` nor in `state_dict()`. All others are on meta.
+    in `parameters()` nor in `state_dict()`. All others are on meta. Each stage has a parameter of its own for a weight
+    that several train, also in one process: a schedule divides the gradients of each stage by itself.
     """
     own = {name for name, stages in holders.items() if index in stages}
     copied = copy_with_weights(model, own | set(needed))
+    tied = {name: model.get_parameter(name) for name in tied_weights(model, holders) if name in own}
+    copies = {id(weight): _of_stage(weight, index) for weight in tied.values()}
+    replace_tensors(copied, lambda weight: copies.get(id(weight), weight))
     foreign = {id(weight): _guarded(weight, name, index) for name, weight in named_weights(copied) if name not in own}
     unregister_tensors(copied, lambda weight: foreign.get(id(weight)))
     return copied
+
+
+def _of_stage(weight: nn.Parameter, index: int) -> nn.Parameter:
+    """The parameter of a stage for a weight that several train: in the first stage of this process, the weight."""
+    first, copies = _tied_copies.setdefault(weight, (index, WeakValueDictionary()))
+    if index == first:
+        return weight
+    copied = copies.get(index)
+    if copied is None:
+        copied = copies[index] = nn.Parameter(weight.detach().clone())
+    return copied  # type: ignore[no-any-return]
 
 
 def _guarded(weight: Tensor, name: str, index: int) -> Tensor:

@@ -2,50 +2,81 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from microtome.errors import BadQuery
 from microtome.split.weights import tensor_at
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
     from microtome.split.pipelining.stage_module import StageModule
 
 
 def sum_tied_gradients(*modules: StageModule, group: dist.ProcessGroup | None = None) -> None:
     """Add up the gradients of weights that several stages train, over the processes of a pipeline.
 
-    Call it in every process of the group, after the backward of all micro-batches and before the optimizer steps. Each
-    process that holds a weight then has the same gradient. One that holds none takes part, since it is a collective.
+    Call it in every process of the group, after the backward of all micro-batches and before the optimizer steps: once
+    a step, since it adds up all that `grad` has. Each stage that trains a weight then has the same gradient. A process
+    that holds none takes part, since it is a collective.
 
     Args:
-        modules: All modules of this process, made with `tied="sum"`; those share the weights among them.
+        modules: All modules of this process, made with `tied="sum"`. The optimizer takes the parameters of each.
         group: The processes of the pipeline; None: all.
 
     Raises:
-        BadQuery: There is no module, or they are not of one split.
+        BadQuery: There is no module, or they are not of one split; or a weight differs between those of this process.
     """
-    import torch.distributed as dist
-
     if not modules or any(module.tied != modules[0].tied for module in modules):
         raise BadQuery('expected the modules of one split, made with tied="sum"')
     for name in modules[0].tied:
-        held = next(
-            (weight for module in modules if (weight := dict(module.named_parameters()).get(name)) is not None), None
-        )
-        total = _gradient_of(modules[0], name) if held is None or held.grad is None else held.grad
+        held = _parameters(modules, name)
+        gradients = [_whole(weight.grad) for weight in held if weight.grad is not None]
+        total = sum(gradients[1:], gradients[0]) if gradients else _zeros(modules[0], name)
         dist.all_reduce(total, group=group)
-        if held is not None:
-            held.grad = total
+        for weight in held:
+            own = total if weight is held[0] else total.clone()  # since clipping scales each in place
+            weight.grad = _placed_like(own, weight)
 
 
-def _gradient_of(module: StageModule, name: str) -> Tensor:
-    """The gradient of a weight that has none here: zeros."""
+def _parameters(modules: Sequence[StageModule], name: str) -> list[nn.Parameter]:
+    """The parameters of modules for a tied weight."""
+    named = (dict(module.named_parameters()).get(name) for module in modules)
+    held = list({id(weight): weight for weight in named if weight is not None}.values())
+    values = [_local(weight.detach()) for weight in held]
+    if any(not torch.allclose(value, values[0], rtol=0, atol=0, equal_nan=True) for value in values[1:]):
+        raise BadQuery(
+            f"{name!r} differs between the modules of this process: each has a parameter of its own for it, so pass "
+            "the parameters of all modules to the optimizer, and load a state dict into all"
+        )
+    return held
+
+
+def _zeros(module: StageModule, name: str) -> Tensor:
+    """The gradient of a weight that has none here."""
     weight = tensor_at(module.source_model, name)
     assert weight is not None
     device = next((one.device for one in module.parameters()), torch.device("cpu"))
     return torch.zeros(weight.shape, dtype=weight.dtype, device=device)
+
+
+# -- weights that FSDP shards ------------------------------------------------------------------------------------------
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _whole(gradient: Tensor) -> Tensor:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+def _placed_like(total: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of a weight that may be in shards; a process has its own part."""
+    if isinstance(weight, DTensor):
+        return distribute_tensor(total, weight.device_mesh, weight.placements, src_data_rank=None)
+    return total
