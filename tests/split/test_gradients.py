@@ -312,6 +312,16 @@ def test_activation_checkpoints_inside_a_stage_give_the_same_gradients() -> None
     assert all(found[name].equal(expected[name]) for name in expected)
 
 
+@pytest.mark.parametrize("at", ["blocks.1.0", "blocks.1.1"])
+def test_cuts_inside_activation_checkpoints_are_refused(at: str) -> None:
+    model, x = Checkpointed(use_reentrant=False), torch.randn(3, 4, requires_grad=True)
+    reason = (
+        f"across the cut at {at}: it is inside an activation checkpoint, .* Cut at the end of the checkpointed block"
+    )
+    with pytest.raises(Unsupported, match=reason):
+        mt.split(model, x, at=at, grad=True)
+
+
 def test_reentrant_checkpoints_are_refused() -> None:
     with pytest.raises(Unsupported, match=r"backward of the whole model raised .* need use_reentrant=False"):
         mt.split(Checkpointed(use_reentrant=True), torch.randn(3, 4, requires_grad=True), at="blocks.1", grad=True)
@@ -349,18 +359,26 @@ def test_gradients_of_another_boundary_are_refused() -> None:
 # -- precision ---------------------------------------------------------------------------------------------------------
 
 
-def test_gradients_accumulate_and_are_scaled_and_cast_as_in_the_whole_model() -> None:
+def test_accumulated_scaled_and_cast_gradients_train_as_in_the_whole_model() -> None:
     model, x = chain()
+    state = copy.deepcopy(model.state_dict())
 
     def train(run: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        """The weights and the scale after a step, one whose gradients overflow, and another one."""
         torch.manual_seed(7)
-        model.zero_grad()
+        model.load_state_dict(state)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        for part in x.split(3):
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = run(part).float().pow(2).mean()
-            scaler.scale(loss).backward()
-        return [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
+        for factor in (1.0, torch.inf, 1.0):
+            optimizer.zero_grad()
+            for part in x.split(3):
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = run(part).float().pow(2).mean() * factor
+                scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 512
+        return [weight.detach().clone() for weight in model.parameters()]
 
     expected = train(model)
     with torch.autocast("cpu", torch.bfloat16):

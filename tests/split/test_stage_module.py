@@ -156,11 +156,17 @@ def test_a_compiled_module_runs_as_python() -> None:
     _, example, stages = split()
     first = stages[0].as_module()
     compiled = torch.compile(first, backend="eager")
-    torch.manual_seed(0)
-    expected = first(*example.args)
-    torch.manual_seed(0)
-    found = compiled(*example.args)
-    assert all(one.shape == other.shape for one, other in zip(found, expected, strict=True))
+
+    def train(module: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        first.zero_grad()
+        index, crossed = module(*example.args)
+        crossed.pow(2).sum().backward()
+        return [index, crossed.detach(), *(one.grad for one in first.parameters() if one.grad is not None)]
+
+    pairs = list(zip(train(compiled), train(first), strict=True))
+    assert all(one.equal(other) for one, other in pairs)
+    assert len(pairs) == 2 + len(list(first.parameters())) - 1  # nothing reads one of them
 
 
 def test_autocast_applies_to_modules_and_to_their_shapes() -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
 
 from microtome.engine.meta_run import copy_inputs
 from microtome.engine.pytree import tensors_in
@@ -17,6 +18,7 @@ from microtome.results.cuts import Cut
 from microtome.split.analysis.randomness import devices_of, save_random_state
 from microtome.split.boundary.boundary import Boundary
 from microtome.split.cuts.crossing import ValueLocation
+from microtome.split.execution.placeholder import Placeholder
 from microtome.split.gradient_comparison import GradientComparison, GradientMismatch, compare_gradients
 from microtome.split.verification import run_whole
 
@@ -116,9 +118,17 @@ class GradientVerification:
     def _run_stages(self) -> list[Gradients]:
         """The gradients of each stage; boundaries and their gradients travel as bytes."""
         try:
-            return self._run_backward(*self._run_forward())
+            found = self._run_backward(*self._run_forward())
+            if any(isinstance(gradient, Placeholder) for gradients in found for gradient in gradients.values()):
+                raise CheckpointError("a call of another stage ran again")
+            return found
         except MicrotomeError:
             raise
+        except CheckpointError as error:
+            raise Unsupported(
+                f"{self._where}: it is inside an activation checkpoint, which runs calls on both sides of it again in "
+                "the backward. Cut at the end of the checkpointed block, or checkpoint a smaller one"
+            ) from error
         except Exception as error:
             raise Unsupported(f"{self._where}: the backward of the stages raised {describe_error(error)}") from error
 
