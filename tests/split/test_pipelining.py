@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 import microtome as mt
@@ -194,6 +197,74 @@ def tied_chain() -> Task:
     task = chain(3, 0.0)
     task.model[2][0].weight = task.model[0][0].weight  # type: ignore[index]
     return task
+
+
+def make_stage(rank: int, task: Task, loss: Callable[..., Tensor], *, scale_grads: bool) -> tuple[StageModule, Any]:
+    inputs, _ = task.batch(16)
+    example = inputs[0].chunk(MICRO_BATCHES)[0]
+    module = mt.split(task.model, example, at=task.cuts, grad=True)[rank].as_module(tied="sum")
+    stage = pipelining.PipelineStage(module, rank, 3, CPU, **module.shapes())
+    return module, pipelining.Schedule1F1B(stage, MICRO_BATCHES, loss, scale_grads=scale_grads)
+
+
+def run_schedule(rank: int, run: Any, inputs: tuple[Tensor, ...], target: Tensor) -> None:
+    run.step(*(inputs if rank == 0 else ()), **({"target": target} if rank == 2 else {}))
+
+
+def accumulate(rank: int, _: int, task: Task) -> float:
+    """Accumulate the gradients of two runs of a schedule; return the largest relative difference."""
+    whole, parts = copy.deepcopy(task.model), 2 * MICRO_BATCHES
+    module, run = make_stage(rank, task, lambda output, target: loss_of(output, target) / parts, scale_grads=False)
+    for _ in range(2):
+        inputs, target = task.batch(16)
+        run_schedule(rank, run, inputs, target)
+        run_micro_batches(task, whole, inputs, target)
+    mt.sum_tied_gradients(module)
+    expected = gradients_of(whole)
+    return max(relative_difference(grad, expected[name] / parts) for name, grad in gradients_of(module).items())
+
+
+def test_gradients_accumulate_over_runs_of_a_schedule(tmp_path: Path) -> None:
+    assert max(run_processes(tmp_path, 3, accumulate, tied_chain())) < TOLERANCE
+
+
+def scale_gradients(rank: int, _: int, task: Task) -> tuple[list[float], list[float]]:
+    """Train with a scaler that all processes share; return its scales, and the differences of weights, of each step.
+
+    The gradients of the middle stage overflow in the second step.
+    """
+    scaler = ShardedGradScaler("cpu", init_scale=1024.0, growth_interval=100)
+    scaler.scale(torch.zeros(()))  # makes the scale in processes without a loss
+    whole, whole_scaler = copy.deepcopy(task.model), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    whole_optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+    module, run = make_stage(rank, task, lambda *args: scaler.scale(loss_of(*args)), scale_grads=True)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    scales, differences = [], []
+    for step in range(3):
+        inputs, target = task.batch(16)
+        optimizer.zero_grad()
+        run_schedule(rank, run, inputs, target)
+        mt.sum_tied_gradients(module)
+        whole_optimizer.zero_grad()
+        for part, part_target in zip(inputs[0].chunk(MICRO_BATCHES), target.chunk(MICRO_BATCHES), strict=True):
+            (whole_scaler.scale(loss_of(whole(part), part_target)) / MICRO_BATCHES).backward()
+        if step == 1:
+            for model in (module, whole) if rank == 1 else (whole,):
+                model.get_parameter("1.0.bias").grad[0] = torch.inf  # type: ignore[index]
+        for one, of in ((scaler, optimizer), (whole_scaler, whole_optimizer)):
+            one.step(of)
+            one.update()
+        assert scaler.get_scale() == whole_scaler.get_scale()
+        scales.append(scaler.get_scale())
+        pairs = [(weight.detach(), whole.get_parameter(name).detach()) for name, weight in module.named_parameters()]
+        differences.append(max(float((one - other).abs().max()) for one, other in pairs))
+    return scales, differences
+
+
+def test_an_overflow_in_one_process_skips_the_step_in_all(tmp_path: Path) -> None:
+    for scales, differences in run_processes(tmp_path, 3, scale_gradients, tied_chain()):
+        assert scales == [1024.0, 512.0, 512.0]
+        assert max(differences) < TOLERANCE
 
 
 def drift(_: int, __: int, task: Task) -> str:

@@ -149,6 +149,8 @@ class RemoteTraining:
     def step(self, *, client: bool = True, server: bool = True) -> None:
         """End the step: step the optimizers of both sides, and drop the gradients.
 
+        Losses may not be scaled, as by a `GradScaler`: the server cannot unscale its gradients.
+
         If this raises because the server is down or a checkpoint cannot be written, call it again: both step once.
 
         Args:
