@@ -290,12 +290,17 @@ def test_a_server_that_lost_its_weights_is_refused(restarting: Callable[..., Ser
     assert all(one.equal(before[name]) for name, one in here.state_dict().items())
 
 
-def test_both_sides_go_back_to_the_last_checkpoint(restarting: Callable[..., Server], tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_made", [True, False], ids=["made", "of the caller"])
+def test_both_sides_go_back_to_the_last_checkpoint(
+    restarting: Callable[..., Server], tmp_path: Path, is_made: bool
+) -> None:
     losses, expected, _ = train_undisturbed(4)
     here = build()
+    own = make_optimizer([one for name, one in here.named_parameters() if int(name[0]) <= int(AT)])
     options = {"checkpoint": tmp_path / "there", "checkpoint_every": 2}
     server = restarting(**options)
-    with connect(here, server.address, checkpoint=tmp_path / "here") as remote:
+    optimizer = make_optimizer if is_made else own
+    with connect(here, server.address, checkpoint=tmp_path / "here", optimizer=optimizer) as remote:
         assert [train_step(remote) for _ in range(3)] == losses[:3]
         restarting(server.address, **options)
         with pytest.raises(
@@ -674,6 +679,8 @@ def test_options_of_training_are_checked(tmp_path: Path) -> None:
         pytest.raises(RemoteError, match="expected an optimizer, or"),
     ):
         connect(build(), server.address)
+    with pytest.raises(BadQuery, match="expected optimizer= with checkpoint=, got none: .* goes back with the weights"):
+        connect(build(), "127.0.0.1:1", optimizer=None, checkpoint=tmp_path / "here")
     with serving(build()) as server, pytest.raises(NoMatch, match="nothing"):
         connect(build(), server.address, at="nothing")
 

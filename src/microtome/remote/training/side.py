@@ -48,6 +48,11 @@ class TrainedStage:
         self._buffers_before: list[Tensor] | None = None
         self._checkpoints = checkpoints
         self.optimizer = self._make_optimizer(optimizer)
+        if checkpoints is not None and self.optimizer is None and self.parameters:
+            raise BadQuery(
+                "expected optimizer= with checkpoint=, got none: a checkpoint has the state of the optimizer, which "
+                "goes back with the weights. Pass it, or a function that makes it, and step it with remote.step()"
+            )
 
     @property
     def saved_steps(self) -> list[int]:
