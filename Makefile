@@ -47,9 +47,11 @@ zoo: $(VENV)/.dev         ## compare with the published figures of torchvision, 
 	$(BIN)/python -m benchmarks.split_zoo.chains $(if $(SAVE),--save)
 	$(BIN)/python -m pytest -m zoo
 
-soak: $(VENV)/.dev        ## 20,000 requests over failing connections, 100,000 mutated messages, every attack: 20 minutes; SAVE=1 as below
+soak: $(VENV)/.dev        ## 20,000 requests over failing connections, 120,000 mutated messages, 20 kills in training, every attack: 20 minutes; SAVE=1 as below
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.remote.soak --requests 20000 --clients 8
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.remote.fuzz --messages 100000
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.remote.training_fuzz --actions 20000
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.remote.training_process kills 20
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.remote.attack --seconds 20 $(if $(SAVE),--save)
 
 lint: $(VENV)/.dev

@@ -13,6 +13,7 @@ import torch
 from microtome import __version__
 from microtome.remote import protocol
 from microtome.remote.served_model import ServedModel
+from microtome.remote.training.backend import TrainingBackend
 
 #: From a request and the true reply to the bytes that are sent.
 Answer = Callable[[Any, Any], bytes]
@@ -33,7 +34,7 @@ class Hostile:
         reply: Makes the bytes of a reply.
     """
 
-    def __init__(self, served: ServedModel, compression: grpc.Compression | None = None) -> None:
+    def __init__(self, served: ServedModel | TrainingBackend, compression: grpc.Compression | None = None) -> None:
         self._served = served
         self._compression = compression
         self.hello: dict[str, Any] = {}
@@ -71,10 +72,14 @@ class Hostile:
         if self._compression is not None:
             context.set_compression(self._compression)
         for request in requests:
-            boundary = self._served.decode(request.boundary, 1 << 30)
-            (output,) = self._served.compute([boundary])
-            data = self._served.encode(output, boundary.at, request.codec or "raw")
-            yield self.reply(request, protocol.Reply(id=request.id, output=data))
+            yield self.reply(request, self._answer(request))
+
+    def _answer(self, request: Any) -> Any:
+        """The true reply."""
+        boundary = self._served.decode(request.boundary, 1 << 30)
+        (output,) = self._served.compute([boundary])
+        data = self._served.encode(output, boundary.at, request.codec or "raw")
+        return protocol.Reply(id=request.id, output=data)
 
     @contextmanager
     def listening(self) -> Iterator[str]:
@@ -96,3 +101,16 @@ class Hostile:
             yield f"127.0.0.1:{port}"
         finally:
             server.stop(0).wait()
+
+
+class HostileTrainer(Hostile):
+    """Trains a model, and lies about it."""
+
+    def __init__(self, backend: TrainingBackend) -> None:
+        super().__init__(backend)
+        self._backend = backend
+        self.hello = {"trains": True, "modes": backend.training.modes}
+
+    def _answer(self, request: Any) -> Any:
+        output, trained = self._backend.run_action(self, request.train, memoryview(request.boundary), "raw", 1 << 30)
+        return protocol.Reply(id=request.id, output=output, train=trained)

@@ -209,4 +209,6 @@ if __name__ == "__main__":
         run_server(*sys.argv[2:])
     else:
         with tempfile.TemporaryDirectory() as temporary:
-            sys.stdout.write(f"{run_kills(int(sys.argv[2]), Path(temporary))}\n")
+            found = run_kills(int(sys.argv[2]), Path(temporary))
+        sys.stdout.write(f"{found}\n")
+        sys.exit(0 if found["losses"] and found["head"] and found["tail"] else 1)
