@@ -108,7 +108,7 @@ def test_mutated_actions_are_refused_and_change_no_weight() -> None:
 def test_a_run_over_tls_needs_the_certificate_and_the_token(tmp_path: Path) -> None:
     ours, theirs = Authority(tmp_path, "ours"), Authority(tmp_path, "theirs")
     good, mine = ours.sign("good"), ours.sign("mine")
-    tls = {"tls_cert": good.cert, "tls_key": good.key, "client_ca": ours.file, "token": "secret"}
+    tls: dict[str, Any] = {"tls_cert": good.cert, "tls_key": good.key, "client_ca": ours.file, "token": "secret"}
     options = {"ca": ours.file, "cert": mine.cert, "key": mine.key, "token": "secret"}
     with serve(build(), X, listen="127.0.0.1:0", optimizer=make_optimizer, **tls) as server:
         for wrong in ({"ca": theirs.file}, {"cert": None, "key": None}, {"token": "other"}, dict.fromkeys(options)):

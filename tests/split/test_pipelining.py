@@ -162,7 +162,7 @@ def train_in_parallel(rank: int, _: int, task: Task, kind: str) -> dict[str, flo
     module = mt.split(task.model, example, at=task.cuts[0], grad=True)[index].as_module(tied="sum")
     shapes, parallel = module.shapes(), _in_parallel(module, task, kind, mesh["dp"])
     stage = pipelining.PipelineStage(parallel, index, 2, CPU, group=mesh["pp"].get_group(), **shapes)
-    run = pipelining.Schedule1F1B(stage, MICRO_BATCHES // 2, loss_of)
+    run: Any = pipelining.Schedule1F1B(stage, MICRO_BATCHES // 2, loss_of)
     own_inputs, own_target = [one.chunk(2)[part] for one in inputs], target.chunk(2)[part]
     run.step(*(own_inputs if index == 0 else ()), **({"target": own_target} if index else {}))
     mt.sum_tied_gradients(module, group=mesh["pp"].get_group())
@@ -249,8 +249,9 @@ def scale_gradients(rank: int, _: int, task: Task) -> tuple[list[float], list[fl
         for part, part_target in zip(inputs[0].chunk(MICRO_BATCHES), target.chunk(MICRO_BATCHES), strict=True):
             (whole_scaler.scale(loss_of(whole(part), part_target)) / MICRO_BATCHES).backward()
         if step == 1:
-            for model in (module, whole) if rank == 1 else (whole,):
-                model.get_parameter("1.0.bias").grad[0] = torch.inf  # type: ignore[index]
+            weights = [model.get_parameter("1.0.bias") for model in ((module, whole) if rank == 1 else (whole,))]
+            for weight in weights:
+                weight.grad = torch.full_like(weight, torch.inf)
         for one, of in ((scaler, optimizer), (whole_scaler, whole_optimizer)):
             one.step(of)
             one.update()
@@ -268,11 +269,11 @@ def test_an_overflow_in_one_process_skips_the_step_in_all(tmp_path: Path) -> Non
 
 
 def drift(_: int, __: int, task: Task) -> str:
-    first, _, last = (stage.as_module(tied="sum") for stage in mt.split(task.model, "4x6", at=task.cuts, grad=True))
+    modules = [stage.as_module(tied="sum") for stage in mt.split(task.model, "4x6", at=task.cuts, grad=True)]
     with torch.no_grad():
-        last.get_parameter("0.0.weight").add_(1)
+        modules[2].get_parameter("0.0.weight").add_(1)
     with pytest.raises(BadQuery) as error:
-        mt.sum_tied_gradients(first, last)
+        mt.sum_tied_gradients(*modules)
     return str(error.value)
 
 

@@ -71,7 +71,7 @@ def _of_stage(weight: nn.Parameter, index: int) -> nn.Parameter:
     copied = copies.get(index)
     if copied is None:
         copied = copies[index] = nn.Parameter(weight.detach().clone())
-    return copied  # type: ignore[no-any-return]
+    return copied
 
 
 def _guarded(weight: Tensor, name: str, index: int) -> Tensor:
