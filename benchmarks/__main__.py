@@ -18,6 +18,7 @@ from benchmarks import (
     times,
     trace,
     tracker,
+    training,
 )
 
 SUITES = {
@@ -29,6 +30,7 @@ SUITES = {
     "split": [split.run],
     "growth": [growth.run],
     "generate": [generate.run],
+    "training": [training.run],
     "boundary": [boundary.run],
     "plan": [plan.run],
     "ray-serve": [ray_serve.run],

@@ -20,6 +20,7 @@ from torch.multiprocessing.spawn import spawn
 
 import microtome as mt
 from benchmarks import generate
+from benchmarks.report import Target
 from microtome import zoo
 
 PROCESSES = 2
@@ -178,6 +179,31 @@ def run_step(rank: int, make: Callable[[], Workload], device: torch.device, roun
             if round_ > 1:  # the first ones warm up
                 times[name].append(seconds)
     return result | {f"{name}_s": min(taken) for name, taken in times.items()}
+
+
+def make_targets(results: list[dict[str, float]], note: str, of: str = "", floor: str = "") -> list[Target]:
+    """The targets of the results of all processes.
+
+    Args:
+        of: Put after their names, such as `" of a llama"`.
+        floor: Why the time may be above the target.
+    """
+    difference = max(result["relative_difference"] for result in results)
+    seconds = [max(result[name] for result in results) for name in ("stages_s", "by_hand_s")]
+    gradients = sum(result["gradients"] for result in results)
+    figures = (
+        f"{note}; a step takes {1e3 * seconds[0]:.1f} ms, that of parts written by hand {1e3 * seconds[1]:.1f} ms; "
+        f"{gradients:.0f} gradients of {results[0]['of']:.0f}"
+    )
+    return [
+        Target(f"largest relative difference of a gradient from the whole model's{of}", difference, 0, note=figures),
+        Target(
+            f"pipelined step over two stages / over parts written by hand{of}",
+            seconds[0] / seconds[1],
+            1.05,
+            floor=floor,
+        ),
+    ]
 
 
 def _shapes_of_parts(work: Workload, micro_batch: Tensor, rank: int) -> dict[str, tuple[Tensor, ...]]:

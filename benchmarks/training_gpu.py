@@ -11,7 +11,7 @@ import os
 
 import torch
 
-from benchmarks.pipelined_step import Workload, make_llama, run_processes, run_step
+from benchmarks.pipelined_step import Workload, make_llama, make_targets, run_processes, run_step
 from benchmarks.report import Target, machine, markdown, save
 
 
@@ -35,22 +35,8 @@ def run(device: str, backends: list[str], rounds: int) -> list[Target]:
             refusals.append(f"{backend} fails with: {lines[-1]:.200}")
             print(refusals[-1])
             continue
-        return _targets(results, "; ".join([f"over {backend}", *refusals]))
+        return make_targets(results, "; ".join([f"over {backend}", *refusals]))
     raise SystemExit("no backend works")
-
-
-def _targets(results: list[dict[str, float]], note: str) -> list[Target]:
-    difference = max(result["relative_difference"] for result in results)
-    seconds = [max(result[name] for result in results) for name in ("stages_s", "by_hand_s")]
-    gradients = sum(result["gradients"] for result in results)
-    figures = (
-        f"{note}; a step takes {1e3 * seconds[0]:.1f} ms, that of parts written by hand {1e3 * seconds[1]:.1f} ms; "
-        f"{gradients:.0f} gradients of {results[0]['of']:.0f}"
-    )
-    return [
-        Target("largest relative difference of a gradient from the whole model's", difference, 0, note=figures),
-        Target("pipelined step over two stages / over parts written by hand", seconds[0] / seconds[1], 1.05),
-    ]
 
 
 def main() -> None:
