@@ -17,7 +17,15 @@ from microtome import zoo
 from microtome.errors import BadQuery
 from microtome.plan import training_search
 from microtome.plan.device_costs import DeviceCosts, cut_points
-from microtome.plan.schedules import Action, Slot, Transfer, gpipe, in_flight, one_forward_one_backward, run_schedule
+from microtome.plan.schedules import (
+    Action,
+    TimedAction,
+    Transfer,
+    gpipe,
+    in_flight,
+    one_forward_one_backward,
+    run_schedule,
+)
 from microtome.plan.training import Pipeline
 from microtome.results.plan import Candidate, Schedule, TrainingStep
 from tests.marks import examples
@@ -29,7 +37,7 @@ NO_LINK = Transfer(0.0, 0.0, 0.0)
 ORDERS = {"gpipe": gpipe, "1f1b": one_forward_one_backward}
 
 
-def step_s(slots: list[list[Slot]]) -> float:
+def step_s(slots: list[list[TimedAction]]) -> float:
     return max(slot.end_s for stage in slots for slot in stage)
 
 

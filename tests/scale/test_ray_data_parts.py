@@ -19,7 +19,7 @@ from microtome.scale.ray import extract, profile, record
 from microtome.scale.ray.blocks import RowSlice, divide, split_batches
 from microtome.scale.ray.columns import Batch, Columns, keep_columns
 from microtome.scale.ray.features import FeatureColumns
-from microtome.scale.ray.recording import _Run, count_workers
+from microtome.scale.ray.recording import _PartsRun, count_workers
 from microtome.scale.ray.worker import PartTotals, WorkerModel
 
 
@@ -87,7 +87,7 @@ def test_columns_of_other_types_are_refused() -> None:
 
 
 def test_workers_with_other_weights_are_an_error() -> None:
-    run = _Run.__new__(_Run)
+    run = _PartsRun.__new__(_PartsRun)
     run._weights, run._progress, run._began = {"abc"}, None, 0.0
     with pytest.raises(BadWeights, match="workers built the model with different weights: abc and def; use the same"):
         run._count(PartTotals(1, 1, 1, "def"))

@@ -17,7 +17,7 @@ class Action(NamedTuple):
     micro_batch: int
 
 
-class Slot(NamedTuple):
+class TimedAction(NamedTuple):
     """An action in time."""
 
     action: Action
@@ -26,7 +26,7 @@ class Slot(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """What crosses from a stage to the next, for each micro-batch.
+    """The transfers from a stage to the next and back, for each micro-batch.
 
     Attributes:
         forward_s: The seconds for which the activations occupy the link; `backward_s`: their gradients.
@@ -71,7 +71,7 @@ def run_schedule(
     backward_s: Sequence[float],
     transfers: Sequence[Transfer],
     ready_s: Sequence[float] | None = None,
-) -> list[list[Slot]]:
+) -> list[list[TimedAction]]:
     """Return when each stage runs what, each on a device of its own; a step ends with the last slot.
 
     An action starts once the one before it on its device has ended and its tensors have arrived. A link sends one
@@ -86,10 +86,12 @@ def run_schedule(
     >>> max(slot.end_s for stage in slots for slot in stage)            # (2 + 2 - 1) * (1 + 2)
     9.0
     """
-    return _Run(schedule, micro_batches, forward_s, backward_s, transfers).run(ready_s or [0.0] * micro_batches)
+    return _ScheduleRun(schedule, micro_batches, forward_s, backward_s, transfers).run(ready_s or [0.0] * micro_batches)
 
 
-class _Run:
+class _ScheduleRun:
+    """A simulated step of a pipeline."""
+
     def __init__(
         self,
         schedule: str,
@@ -104,9 +106,9 @@ class _Run:
         self._transfers = transfers
         self._arrivals: dict[tuple[int, Action], float] = {}
         self._links_free_s: dict[tuple[int, bool], float] = {}
-        self._slots: list[list[Slot]] = [[] for _ in range(self._stages)]
+        self._slots: list[list[TimedAction]] = [[] for _ in range(self._stages)]
 
-    def run(self, ready_s: Sequence[float]) -> list[list[Slot]]:
+    def run(self, ready_s: Sequence[float]) -> list[list[TimedAction]]:
         for index, seconds in enumerate(ready_s):
             self._arrivals[0, Action(False, index)] = seconds
         while any(len(slots) < len(order) for slots, order in zip(self._slots, self._orders, strict=True)):
@@ -124,7 +126,7 @@ class _Run:
                 return
             begin_s = max(arrived_s, slots[-1].end_s) if slots else arrived_s
             end_s = begin_s + self._seconds[action.is_backward][stage]
-            slots.append(Slot(action, begin_s, end_s))
+            slots.append(TimedAction(action, begin_s, end_s))
             self._send(stage, action, end_s)
 
     def _send(self, stage: int, action: Action, now_s: float) -> None:

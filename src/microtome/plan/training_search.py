@@ -46,7 +46,7 @@ def candidates(pipeline: Pipeline) -> tuple[tuple[Candidate, ...], list[str]]:
         priced += [pipeline.price((point,)) for point in range(1, pipeline.end)]
     else:
         for stages in range(2, count + 1):
-            found = _Search(pipeline, stages).run()
+            found = _PlacementSearch(pipeline, stages).run()
             if found is not None:
                 priced.append(found.candidate)
                 notes += _gap(found, stages)
@@ -79,7 +79,7 @@ class _Partial(NamedTuple):
     reached_s: float
 
 
-class _Search:
+class _PlacementSearch:
     """The search for the best placement with a stage on each of the first `stages` devices."""
 
     def __init__(self, pipeline: Pipeline, stages: int) -> None:

@@ -13,7 +13,7 @@ _MAX_UNITS = 8
 
 
 class GradientComparison(NamedTuple):
-    """How the gradients of the stages on the example compare with those of the whole model.
+    """Differences between the gradients of the stages and those of the whole model, on the example.
 
     Attributes:
         largest: The largest absolute difference; 0: they are equal bit for bit.

@@ -25,7 +25,7 @@ _WEIGHT, _STATE = "weight:", "state:"
 
 
 class SavedRun(NamedTuple):
-    """What a checkpoint belongs to.
+    """The training run and the stage that a checkpoint belongs to.
 
     Attributes:
         run: The id of the training run.

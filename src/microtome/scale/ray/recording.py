@@ -93,7 +93,7 @@ def record(
         on_worker = WorkerModel(model, max(1, int(num_cpus)), on_gpu=num_gpus > 0)
         spec = RecordSpec(on_worker, at, columns, batch_size, os.path.abspath(to), options)
         task = ray.remote(record_part).options(num_cpus=num_cpus, num_gpus=num_gpus, max_retries=MAX_RETRIES)
-        run = _Run(ray, task, spec, workers or count_workers(ray, num_cpus, num_gpus), progress)
+        run = _PartsRun(ray, task, spec, workers or count_workers(ray, num_cpus, num_gpus), progress)
         names = run.record(divide(spans_of(dataset), batch_size * batches_per_part))
         parts.publish(names)
     except BaseException:
@@ -112,7 +112,7 @@ def count_workers(ray: Any, num_cpus: float, num_gpus: float) -> int:
     return max(1, min((int(has / need) for has, need in needs), default=1))
 
 
-class _Run:
+class _PartsRun:
     """Records parts in tasks, of which at most `workers` run at once."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a stage takes and returns for inputs of some shapes, as tensors in a fixed order and the facts beside them.
+"""The tensors that a stage takes and returns for inputs of some shapes, in a fixed order, and the facts beside them.
 
 A pipeline carries tensors alone. The rest of a boundary depends on the shapes of the inputs, if the control flow of the
 model does not depend on values, so each process finds it out by tracing the model, on tensors without values where it
@@ -27,7 +27,7 @@ from microtome.trace.trace import record
 
 
 class StageLayout(NamedTuple):
-    """What crosses before and after a stage.
+    """The tensors and facts that cross before and after a stage.
 
     Attributes:
         inputs: The tensors that it takes, on meta: those of the boundary before it, or of the model's arguments.
@@ -51,11 +51,11 @@ def find_layout(stage: Stage, example: Inputs) -> StageLayout:
     Raises:
         Unsupported: It depends on values, or the model does not run on these shapes.
     """
-    found: list[tuple[_CutRecorder | None, _CutRecorder | None, _OutputRecorder]] = []
+    found: list[tuple[_MetaCutRecorder | None, _MetaCutRecorder | None, _MetaOutputRecorder]] = []
 
     def make_probes(_: Any) -> list[Probe]:
-        begins, ends = (None if one is None else _CutRecorder(stage, one) for one in (stage.begins, stage.ends))
-        found.append((begins, ends, _OutputRecorder()))
+        begins, ends = (None if one is None else _MetaCutRecorder(stage, one) for one in (stage.begins, stage.ends))
+        found.append((begins, ends, _MetaOutputRecorder()))
         return [probe for probe in found[-1] if probe is not None]
 
     try:
@@ -75,7 +75,7 @@ def find_layout(stage: Stage, example: Inputs) -> StageLayout:
     )
 
 
-class _CutRecorder(DrawingStageRun):
+class _MetaCutRecorder(DrawingStageRun):
     """Records what crosses a cut, in a run that goes on after it.
 
     Attributes:
@@ -104,7 +104,7 @@ class _CutRecorder(DrawingStageRun):
             self.tensors = _metas(self.crossed.tensors)
 
 
-class _OutputRecorder(Probe):
+class _MetaOutputRecorder(Probe):
     """Records the distinct tensors of the model's output, on meta, by their paths in it."""
 
     tensors: dict[str, Tensor]
