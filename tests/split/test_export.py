@@ -89,6 +89,41 @@ def test_a_model_of_onnx_runs_at_other_sizes(small: Small, tmp_path: Path) -> No
     assert (tail(crossed) - model(x)).abs().max() <= 1e-5 * model(x).abs().max()
 
 
+class OtherForOneRow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        if x.shape[0] == 1:
+            y = y * 2
+        if x.shape[1] % 8 == 0:
+            y = y + 1
+        output: Tensor = self.second(y)
+        return output
+
+
+def test_programs_refuse_sizes_of_another_branch(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript", reason="needs microtome[onnx]")
+    model = OtherForOneRow().eval()
+    head, tail = mt.split(model, torch.randn(2, 16, 4), at="first")
+    program = torch.export.load(tail.export(tmp_path / "tail.pt2").file).module()
+    loaded = mt.load_exported(tail.export(tmp_path / "tail.onnx").file)
+    assert loaded.metadata["conditions"] == ["Eq(Mod(s1, 8), 0)", "s0 >= 2"]
+    for shape, text in (((1, 16, 4), r"s0 >= 2"), ((2, 12, 4), r"Eq\(Mod\(s1, 8\), 0\)|% 8")):
+        crossing = head(torch.randn(shape))
+        with pytest.raises((RuntimeError, AssertionError), match=text):
+            program(*crossing.tensors.values())
+        with pytest.raises(mt.MicrotomeError, match=rf"takes first\[s0, s1, 4\]: expected sizes with ({text}), got s0"):
+            loaded(crossing)
+    x = torch.randn(3, 24, 4)
+    assert program(*head(x).tensors.values())["output"].equal(model(x))
+    output = loaded(head(x))
+    assert isinstance(output, dict)
+    torch.testing.assert_close(output["output"], model(x))
+
+
 class Skip(nn.Module):
     """Its input crosses the cut, two operators have the name of a module, and a weight that of the input."""
 

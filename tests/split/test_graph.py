@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,12 @@ class Branching(nn.Module):
         return output
 
 
+class Tiny(Branching):
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.second(self.first(x))
+        return output
+
+
 class OfOneLength(Branching):
     def forward(self, x: Tensor) -> Tensor:
         y = self.first(x)
@@ -225,10 +232,86 @@ def test_a_graph_that_does_not_compute_the_example_has_its_sizes() -> None:
     graph = tail.graph()
     assert graph.meta["verified"] == "bit-equal"
     assert graph.meta["shapes"] == "first[1, 4]"
-    assert graph.meta["static"]["x[0]"].startswith("the graph of stage 1 returns outputs that differ by ")
+    reason = "the graph of stage 1, for x[0] of 1, returns outputs that differ by "
+    assert graph.meta["static"]["x[0]"].startswith(reason)
     assert graph(head(x).tensors["first"])["output"].equal(model(x))
     assert head.graph().meta["shapes"] == "x[s0, 4]"
-    assert mt.split(model, torch.randn(2, 4), at="first")[1].graph().meta["shapes"] == "first[s0, 4]"
+    assert tail.compile(backend="eager")(head(x)).equal(model(x))
+
+
+def test_a_graph_that_does_not_compute_one_row_takes_two_or_more() -> None:
+    model, one = OtherForOneRow().eval(), torch.randn(1, 4)
+    head, tail = mt.split(model, torch.randn(2, 4), at="first")
+    graph = tail.graph()
+    assert (graph.meta["shapes"], graph.meta["conditions"]) == ("first[s0, 4]", ["s0 >= 2"])
+    assert graph.meta["not_one"]["x[0]"].startswith("the graph of stage 1, for x[0] of 1, returns outputs that differ")
+    with pytest.raises(RuntimeError, match=r"expected sizes with s0 >= 2 in first\[s0, 4\]"):
+        graph(head(one).tensors["first"])
+    compiled = tail.compile(backend="eager")
+    with pytest.raises(mt.MicrotomeError, match=r"expected sizes with s0 >= 2 in first\[s0, 4\], got first\[1, 4\]"):
+        compiled(head(one))
+    three = torch.randn(3, 4)
+    assert compiled(head(three)).equal(model(three))
+    assert head.graph().meta["conditions"] == []
+    assert head.graph()(one)["first"].equal(head(one).tensors["first"])
+
+
+def test_a_loaded_stage_is_tried_with_one_row_of_random_numbers(tmp_path: Path) -> None:
+    stages = mt.split(OtherForOneRow().eval(), torch.randn(2, 4), at="first")
+    stages.save(tmp_path)
+    tail = mt.load_stage(lambda: OtherForOneRow().eval(), tmp_path, 1)
+    assert capture_stage(tail).shapes.spell_conditions() == ["s0 >= 2"]
+    plain = mt.split(Tiny().eval(), torch.randn(2, 4), at="first")
+    plain.save(tmp_path / "plain")
+    tail = mt.load_stage(lambda: Tiny().eval(), tmp_path / "plain", 1)
+    assert capture_stage(tail).shapes.spell_conditions() == []
+
+
+class RefusesOneRow(Tiny):
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x.shape) and x.shape[0] == 1:
+            raise ValueError("expected more than one row")
+        return super().forward(x)
+
+
+def test_a_size_that_the_model_refuses_is_refused_by_the_graph() -> None:
+    head, _ = mt.split(RefusesOneRow().eval(), torch.randn(2, 4), at="first")
+    graph = head.graph()
+    assert graph.meta["conditions"] == ["s0 >= 2"]
+    reason = "the stage does not run for x[0] of 1: ValueError: expected more than one row"
+    assert graph.meta["not_one"] == {"x[0]": reason}
+
+
+class LongOrShort(Tiny):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        if x.shape[0] > 16:
+            y = y * 2
+        if x.shape[0] % 8 == 0:
+            y = y + 1
+        output: Tensor = self.second(y)
+        return output
+
+
+def test_a_graph_raises_for_sizes_of_another_branch() -> None:
+    model = LongOrShort().eval()
+    head, tail = mt.split(model, torch.randn(24, 4), at="first")
+    graph = tail.graph()
+    assert graph.meta["conditions"] == ["s0 > 16", "Eq(Mod(s0, 8), 0)"]
+    x = torch.randn(32, 4)
+    assert graph(head(x).tensors["first"])["output"].equal(model(x))
+    for rows, text in ((12, "s0 > 16"), (20, "Eq(Mod(s0, 8), 0)"), (1, "s0 > 16")):
+        with pytest.raises(RuntimeError, match=re.escape(f"expected sizes with {text} in first[s0, 4]")):
+            graph(head(torch.randn(rows, 4)).tensors["first"])
+
+
+def test_layouts_of_the_example_are_no_conditions() -> None:
+    model, x = zoo.build("tiny-resnet")  # its convolutions have another kernel from 16 images on
+    head, tail = mt.split(model, x, at="layer1.0.conv1")
+    first, last = head.graph(), tail.graph()
+    assert first.meta["conditions"] == []
+    image = torch.randn(17, 3, 8, 8)
+    assert last(*first(image).values())["output"].equal(model(image))
 
 
 def test_fewer_sizes_are_symbols_where_a_graph_is_rejected() -> None:

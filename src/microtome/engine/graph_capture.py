@@ -14,8 +14,8 @@ from torch import Tensor, fx, nn
 from microtome.engine.fingerprint import named_weights
 from microtome.engine.meta_run import substitute_tensors
 from microtome.engine.pytree import map_tensors, tensors_in
-from microtome.engine.symbolic_shapes import SymbolicShapes
-from microtome.engine.torch_internals import make_fx
+from microtome.engine.symbolic_shapes import ShapeCheck, SymbolicShapes
+from microtome.engine.torch_internals import interpret_sizes, make_fx
 from microtome.errors import MicrotomeError, Unsupported, describe_error
 from microtome.inputs import Inputs
 
@@ -93,6 +93,25 @@ def _generalize(graph: fx.Graph) -> None:
         attention.meta = dict(outputs[0].meta)
         outputs[0].replace_all_uses_with(attention)
     graph.eliminate_dead_code()
+
+
+def insert_checks(graph: fx.GraphModule, shapes: ShapeCheck, first: int = 0) -> None:
+    """Make a graph raise if the sizes of its inputs do not meet the conditions.
+
+    Args:
+        first: The first of these conditions: the graph has the others already.
+    """
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    with graph.graph.inserting_before(next(node for node in graph.graph.nodes if node.op != "placeholder")):
+        sizes = {
+            symbol: fx.Proxy(graph.graph.call_function(_aten.sym_size.int, (placeholders[tensor], dim)))
+            for symbol, (tensor, dim) in shapes.positions().items()
+        }
+        for condition, text in list(zip(shapes.conditions, shapes.spell_conditions(), strict=True))[first:]:
+            met = interpret_sizes(condition, sizes)
+            message = f"expected sizes with {text} in {shapes.describe()}"
+            graph.graph.call_function(_aten._assert_scalar.default, (met.node, message))
+    graph.recompile()
 
 
 def _describe_place(error: Exception) -> str:

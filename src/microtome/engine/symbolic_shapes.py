@@ -15,6 +15,15 @@ from microtome.engine.torch_internals import fake_tensor_types
 #: A symbol in an expression.
 SYMBOL = re.compile(r"\b[a-z]+\d+\b")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+#: Functions of torch that find the layout of a fake tensor, or a kernel by it. What a graph computes is the same.
+_LAYOUT_FUNCTIONS = {
+    ("_prims_common", "check_contiguous_sizes_strides"),
+    ("_prims_common", "is_channels_last_contiguous_2d"),
+    ("_prims_common", "is_channels_last_contiguous_3d"),
+    ("_prims_common", "__lt__"),  # of strides
+    ("_refs", "_reshape_view_helper_core_alg"),
+    ("_subclasses", "conv"),
+}
 
 
 class SymbolicShapes:
@@ -52,7 +61,7 @@ class SymbolicShapes:
 
     def conditions(self) -> list[Any]:
         """The conditions on the symbols under which the run makes the same operators, as expressions of sympy."""
-        return [guard.expr for guard in self.env.guards]
+        return [guard.expr for guard in self.env.guards if not _is_about_layout(guard)]
 
     def fixed_dims(self, tensor: Tensor) -> dict[int, str]:
         """The dimensions of a tensor whose sizes were to be symbols, and that the run fixes; with the reason."""
@@ -80,6 +89,15 @@ class SymbolicShapes:
             return size
         expression = self.env.simplify(size.node.expr)
         return int(expression) if expression.is_number else expression
+
+
+def _is_about_layout(guard: Any) -> bool:
+    """Whether a condition is on the strides of a tensor alone: no size need have a certain value."""
+    place = guard.sloc.framework_loc
+    if place is None or guard.expr.func.__name__ == "Equality":
+        return False
+    folder = os.path.relpath(place.filename, _TORCH).partition(os.sep)[0]
+    return (folder, place.name) in _LAYOUT_FUNCTIONS
 
 
 class ShapeCheck:
@@ -150,17 +168,71 @@ class ShapeCheck:
         """The shapes as text, such as `x[s0, 3, s1, s1]`."""
         return _format_all(self.names, self.spelled)
 
-    def without_ones(self, tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
-        """Shapes like those of some tensors, with 2 in place of the symbols that are 1 there."""
-        values: dict[Any, int] = {}
-        for shape, tensor in zip(self.shapes, tensors, strict=True):
-            values |= {
-                size: max(number, 2) for size, number in zip(shape, tensor.shape, strict=True) if size in self._symbols
-            }
+    @property
+    def symbols(self) -> list[Any]:
+        """The symbols that are the size of a dimension, in the order of their names."""
+        return [symbol for symbol in self._names if symbol in self._symbols]
+
+    def dims_of(self, symbol: Any) -> list[str]:
+        """The dimensions with a symbol as their size, such as `x[0]`."""
+        return [
+            f"{name}[{dim}]"
+            for name, shape in zip(self.names, self.shapes, strict=True)
+            for dim, size in enumerate(shape)
+            if size == symbol
+        ]
+
+    def positions(self) -> dict[Any, tuple[int, int]]:
+        """The index of a tensor, and the dimension, where each symbol in a condition is the size."""
+        used = {symbol for condition in self.conditions for symbol in condition.free_symbols}
+        found: dict[Any, tuple[int, int]] = {}
+        for index, shape in enumerate(self.shapes):
+            for dim, size in enumerate(shape):
+                if size in used:
+                    found.setdefault(size, (index, dim))
+        return found
+
+    def value_of(self, symbol: Any, shapes: Sequence[Sequence[int]]) -> int | None:
+        """The size of a symbol in some shapes."""
+        values = (
+            number
+            for expected, shape in zip(self.shapes, shapes, strict=True)
+            for size, number in zip(expected, shape, strict=True)
+            if size == symbol
+        )
+        return next(values, None)
+
+    def require_two(self, symbol: Any) -> None:
+        """Accept no size of 1 for a symbol."""
+        from sympy import Ge
+
+        self.conditions += (Ge(symbol, 2),)
+        self._accepted.clear()
+
+    def spell_conditions(self) -> list[str]:
+        """The conditions as text, such as `s0 >= 2`."""
+        return list(map(self._spell, self.conditions))
+
+    def resized(self, tensors: Sequence[Tensor], sizes: Mapping[Any, int]) -> list[tuple[int, ...]]:
+        """Shapes like those of some tensors, with other sizes for some symbols."""
+        values = self._values_of(tensors) | sizes
         return [
             tuple([_evaluate(size, values, number) for size, number in zip(shape, tensor.shape, strict=True)])
             for shape, tensor in zip(self.shapes, tensors, strict=True)
         ]
+
+    def without_ones(self, tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
+        """Shapes like those of some tensors, with 2 in place of the symbols that are 1 there."""
+        return self.resized(tensors, {symbol: 2 for symbol, size in self._values_of(tensors).items() if size == 1})
+
+    def _values_of(self, tensors: Sequence[Tensor]) -> dict[Any, int]:
+        """The sizes of the symbols in these tensors."""
+        return {
+            size: number
+            for shape, tensor in zip(self.shapes, tensors, strict=True)
+            for size, number in zip(shape, tensor.shape, strict=True)
+            if size in self._symbols
+        }
 
     def _spell(self, expression: Any) -> str:
         names = {str(symbol): name for symbol, name in self._names.items()}

@@ -8,7 +8,7 @@ operator's schema.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -247,6 +247,16 @@ def make_fx(function: Callable[..., Any]) -> Callable[..., Any]:
         raise unsupported_torch("torch.fx.experimental.proxy_tensor", f"cannot be imported ({error})") from error
     traced: Callable[..., Any] = proxy_tensor.make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)
     return traced
+
+
+def interpret_sizes(expression: Any, sizes: Mapping[Any, Any]) -> Any:
+    """Evaluate an expression of sympy on values of its symbols, which may be proxies of a graph."""
+    try:
+        from torch.utils._sympy.interp import sympy_interp
+        from torch.utils._sympy.reference import PythonReferenceAnalysis
+    except ImportError as error:
+        raise unsupported_torch("torch.utils._sympy", "it is missing") from error
+    return sympy_interp(PythonReferenceAnalysis, dict(sizes), expression)
 
 
 def grouped_product_output(a: Tensor, b: Tensor, offsets: Tensor | None, dtype: torch.dtype | None) -> Tensor:

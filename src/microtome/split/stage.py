@@ -135,7 +135,7 @@ class Stage:
         `graph.meta` has the names of the inputs and outputs, the shapes that it accepts, which sizes are fixed to those
         of the example, with the reason, and as `"verified"` how its outputs on the example compare with the stage's.
         Sizes are also fixed where a graph for others does not compute the example bit for bit, since these lead to
-        other kernels. It does not check the shapes.
+        other kernels. It checks the conditions on sizes in `graph.meta["conditions"]`, not fixed sizes and dtypes.
 
         Args:
             dynamic: Accept other batch sizes and lengths, where the model's code allows it.

@@ -15,7 +15,8 @@ from microtome.split.analysis.structure_spec import check_structure
 from microtome.split.boundary.boundary import Boundary
 from microtome.split.boundary.tensor_bytes import moved
 from microtome.split.graph.comparison import compare_outputs
-from microtome.split.graph.stage_graph import StageGraph, capture_stage, example_of
+from microtome.split.graph.stage_example import example_of
+from microtome.split.graph.stage_graph import StageGraph, capture_stage
 from microtome.split.stage import Stage
 from microtome.split.state.stage_state import StageState
 

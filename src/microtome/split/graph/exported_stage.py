@@ -24,6 +24,7 @@ from microtome.split.boundary.schema import (
     StorageView,
 )
 from microtome.split.graph.runtimes import LOADERS, Run
+from microtome.split.graph.size_conditions import evaluate, find_unmet
 
 _SCHEMA = 1
 #: The most bytes of a file: protobuf, of which ONNX models are made, has no longer messages.
@@ -62,6 +63,7 @@ class StageMetadata(NamedTuple):
         output: Of the last stage; None: numbers in the output depend on shapes.
         static: Why sizes are fixed, by dimension of `inputs` or of the model's arguments.
         opset: Of an ONNX model.
+        conditions: On the symbols in the shapes, such as `s0 >= 2`.
     """
 
     model: str
@@ -78,6 +80,7 @@ class StageMetadata(NamedTuple):
     static: dict[str, str]
     torch: str
     opset: int | None = None
+    conditions: list[str] = []  # noqa: RUF012
     schema: int = _SCHEMA
     kind: str = "stage"
 
@@ -179,21 +182,25 @@ class ExportedStage:
         return found
 
     def _compute(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-        for (name, expected), tensor in zip(self.details.inputs.items(), tensors, strict=True):
-            sizes = tuple(map(str, tensor.shape))
-            fits = len(sizes) == len(expected.shape) and all(
-                size == other or not size.isdigit() or not other.isdigit()
-                for size, other in zip(sizes, expected.shape, strict=True)
-            )
-            if not fits or str(tensor.dtype) != f"torch.{expected.dtype}":
-                raise BadInputs(
-                    f"{self.file}: expected {name!r} of {expected.dtype} and shape [{', '.join(expected.shape)}], got "
-                    f"{tensor.dtype} and {tuple(tensor.shape)}"
-                )
+        self._check(tensors)
         try:
             return dict(zip(self.details.outputs, self._run(tensors), strict=True))
         except Exception as error:  # whatever the runtime raises
             raise Unsupported(f"{self.file} does not run on these shapes: {describe_error(error):.500}") from error
+
+    def _check(self, tensors: Sequence[Tensor]) -> None:
+        """Raise if the program is not for these dtypes and shapes."""
+        inputs = self.details.inputs
+        for (name, expected), tensor in zip(inputs.items(), tensors, strict=True):
+            if len(expected.shape) != tensor.dim() or str(tensor.dtype) != f"torch.{expected.dtype}":
+                raise BadInputs(
+                    f"{self.file}: expected {name!r} of {expected.dtype} and shape [{', '.join(expected.shape)}], got "
+                    f"{tensor.dtype} and {tuple(tensor.shape)}"
+                )
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        if unmet := find_unmet([one.shape for one in inputs.values()], self.details.conditions, shapes):
+            described = ", ".join(f"{name}[{', '.join(one.shape)}]" for name, one in inputs.items())
+            raise BadInputs(f"{self.file} takes {described}: expected {unmet}")
 
     def _finish(self, tensors: dict[str, Tensor], shapes: Sequence[tuple[int, ...]]) -> Boundary | dict[str, Tensor]:
         if self.ends_at is None:
@@ -251,4 +258,16 @@ def _parse_metadata(text: str, path: Path) -> StageMetadata:
         raise BadFile(f"{expected} of version {_SCHEMA}, got version {data.get('schema')!r:.40}")
     if (mismatch := find_mismatch(details, StageMetadata)) is not None:
         raise BadFile(f"{expected}: {mismatch}")
+    try:
+        check_expressions(details)
+    except ValueError as error:
+        raise BadFile(f"{expected}: {error}") from error
     return details
+
+
+def check_expressions(details: StageMetadata) -> None:
+    """Raise a `ValueError` if a size or a condition cannot be evaluated."""
+    sizes = [size for one in details.inputs.values() for size in one.shape]
+    known = {size: 8 for size in sizes if size.isidentifier()}
+    for text in (*sizes, *details.conditions):
+        evaluate(text, known)

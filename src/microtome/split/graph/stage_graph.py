@@ -10,18 +10,19 @@ import torch
 from torch import Tensor, fx
 
 from microtome.engine import Call, Session
-from microtome.engine.graph_capture import CapturedRun, capture_run
+from microtome.engine.graph_capture import CapturedRun, capture_run, insert_checks
 from microtome.engine.pytree import named_tensors, tensors_in
 from microtome.engine.symbolic_shapes import ShapeCheck, SymbolicShapes
 from microtome.errors import Unsupported, describe_error
 from microtome.inputs import Inputs
 from microtome.split.analysis.structure_spec import PLAIN, flatten
-from microtome.split.boundary.boundary import Boundary
 from microtome.split.execution.schedule import Schedule
 from microtome.split.execution.stage_run import StageRun
 from microtome.split.graph.comparison import compare_outputs
 from microtome.split.graph.derived_facts import named_inputs
 from microtome.split.graph.partition import HiddenSize, Partition, source_of
+from microtome.split.graph.size_one import OneRow, run_with_size_one
+from microtome.split.graph.stage_example import example_of, fill_inputs, run_example
 from microtome.split.stage import Stage
 from microtome.split.state.stage_state import StageState
 from microtome.split.verification import BIT_EQUAL
@@ -40,6 +41,8 @@ class StageGraph(NamedTuple):
         plain: The numbers and strings of the model's output; None: some depend on shapes.
         order: The positions among the outputs of the last stage, of each tensor in the model's output.
         static: Why sizes are fixed, by dimension of a tensor of `inputs` or of the model's arguments, such as `x[0]`.
+        not_one: Why sizes may not be 1, by dimension of a tensor of the model's arguments.
+        ones: What the stage returns for a size of 1, for each size that may be 1.
     """
 
     module: fx.GraphModule
@@ -50,6 +53,16 @@ class StageGraph(NamedTuple):
     plain: list[Any] | None
     order: list[int]
     static: dict[str, str]
+    not_one: dict[str, str]
+    ones: list[OneRow]
+
+    def require_two(self, symbol: Any, dims: Iterable[str], reason: str) -> None:
+        """Accept no size of 1 for a symbol, which is the size of these dimensions of the model's arguments."""
+        first = len(self.shapes.conditions)
+        self.shapes.require_two(symbol)
+        self.not_one.update(dict.fromkeys(dims, reason))
+        insert_checks(self.module, self.shapes, first)
+        self.module.meta["conditions"] = self.shapes.spell_conditions()
 
 
 class _Attempt(NamedTuple):
@@ -86,7 +99,7 @@ def capture_stage(stage: Stage, *, dynamic: bool = True, reject: Check = lambda 
             returned without asking.
     """
     own = _check_capturable(stage)
-    larger = _enlarge_batch(own)
+    larger = _enlarge_batch(fill_inputs(own, stage.device))
     reason = "dynamic=False"
     for dims in (None, 1) if dynamic else ():
         found = _capture_with_visible_sizes(stage, larger, _Attempt(dims, reason, {}))
@@ -160,30 +173,6 @@ def _capture_with_visible_sizes(stage: Stage, example: Inputs, attempt: _Attempt
             return error
 
 
-def example_of(stage: Stage) -> Inputs | Boundary | None:
-    """What the stage takes on the example that the model was split on; None: the weights before it are not here."""
-    if stage.example is None or stage.begins is None:
-        return stage.example
-    try:
-        with torch.no_grad():
-            boundary: Boundary = stage.before()(*stage.example.args, **stage.example.kwargs)
-    except (Unsupported, RuntimeError):  # weights on meta beside others
-        return None
-    return None if any(tensor.is_meta for tensor in boundary.tensors.values()) else boundary
-
-
-def run_example(stage: Stage, example: Inputs | Boundary) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Run a stage on an example; return its outputs by name, as a graph does, and the tensors that the graph takes."""
-    args, kwargs = (example.args, example.kwargs) if isinstance(example, Inputs) else ((example,), {})
-    every = tensors_in((args, kwargs)) if isinstance(example, Inputs) else example.tensors.values()
-    tensors = list({id(tensor): tensor for tensor in every}.values())
-    with torch.no_grad():
-        output = stage.run(args, kwargs)
-    if isinstance(output, Boundary):
-        return dict(output.tensors), tensors
-    return {path or "output": tensor for path, tensor in named_tensors(output)}, tensors
-
-
 def _check_capturable(stage: Stage) -> Inputs:
     """Raise if a stage cannot be captured; return its example."""
     if stage.example is None:
@@ -229,6 +218,7 @@ def _capture(stage: Stage, example: Inputs, attempt: _Attempt) -> StageGraph:
     *boundaries, outputs = _output_nodes(captured.graph)
     inputs = [node for node in captured.graph.graph.nodes if node.op == "placeholder"]
     names = [name for name, _ in named]
+    sizes = ShapeCheck(names, _sizes_of(inputs, shapes), shapes.conditions())
     if stage.begins_at is not None:
         inputs, names = list(map(source_of, boundaries[0])), groups["begins"]
     ends = boundaries[-1] if stage.ends_at is not None else outputs
@@ -242,13 +232,51 @@ def _capture(stage: Stage, example: Inputs, attempt: _Attempt) -> StageGraph:
     module = _bind(stage, graph, captured)
     for name, tensor in named:
         fixed |= {f"{name}[{dim}]": reason for dim, reason in shapes.fixed_dims(tensor).items()}
-    sizes = [[shapes.size(size) for size in node.meta["val"].shape] for node in inputs]
-    check = ShapeCheck(names, sizes, shapes.conditions())
+    check = ShapeCheck(names, _sizes_of(inputs, shapes), shapes.conditions())
     if stage.begins_at is not None:
         fixed = check.fixed_dims() | fixed
-    module.meta |= {"inputs": tuple(names), "outputs": tuple(ends_names), "shapes": check.describe(), "static": fixed}
     dtypes = tuple(node.meta["val"].dtype for node in inputs)
-    return StageGraph(module, tuple(names), tuple(ends_names), check, dtypes, groups["plain"], groups["order"], fixed)
+    found = StageGraph(
+        module, tuple(names), tuple(ends_names), check, dtypes, groups["plain"], groups["order"], fixed, {}, []
+    )
+    insert_checks(module, check)
+    _try_size_one(stage, found, example, sizes)
+    module.meta |= {
+        "inputs": found.inputs,
+        "outputs": found.outputs,
+        "shapes": check.describe(),
+        "conditions": check.spell_conditions(),
+        "static": fixed,
+        "not_one": found.not_one,
+    }
+    return found
+
+
+def _sizes_of(nodes: Iterable[fx.Node], shapes: SymbolicShapes) -> list[list[Any]]:
+    return [[shapes.size(size) for size in node.meta["val"].shape] for node in nodes]
+
+
+def _try_size_one(stage: Stage, graph: StageGraph, example: Inputs, sizes: ShapeCheck) -> None:
+    """Compare a graph with the stage where a symbol is 1, for each; where they differ, it must be 2 or more.
+
+    Args:
+        sizes: Those of the tensors among the model's arguments.
+
+    Raises:
+        Unsupported: They differ, and it is 1 in the example that the model was split on.
+    """
+    assert stage.example is not None
+    own = [tuple(tensor.shape) for tensor in named_inputs(stage.model, stage.example).values()]
+    for symbol in [one for one in graph.shapes.symbols if sizes.dims_of(one)]:
+        try:
+            one = run_with_size_one(stage, example, sizes, symbol)
+            if graph.shapes.find_mismatch(one.tensors) is None:
+                one.compare(lambda tensors: graph.module(*tensors), f"the graph of stage {stage.index}")
+                graph.ones.append(one)
+        except Unsupported as error:
+            if sizes.value_of(symbol, own) == 1:
+                raise
+            graph.require_two(symbol, sizes.dims_of(symbol), str(error))
 
 
 def _run(stage: Stage, inputs: Inputs, groups: dict[str, Any]) -> list[list[Tensor]]:
