@@ -55,6 +55,7 @@ class Stage:
         spec: The structures of the model's arguments and output.
         state: A description of the state that the model carries between runs; None: it has none.
         example: The inputs that the model was split on.
+        last_module: The module at whose exit the stage ends; None for the last stage.
         grad: Whether what crosses keeps its gradient.
         holders: With `grad`, the stages that hold each parameter and buffer; None: unknown.
         verified: Of a compiled stage, how its outputs differ from those of the stage; None: it is not compiled.
@@ -100,7 +101,7 @@ class Stage:
         if begins is not None:
             self._skipped_modules = [modules[path] for path in dict.fromkeys(call.path for call in begins.skipped)]
             self._enclosing_modules = [modules[path] for path in begins.enclosing_paths]
-        self._cut_module = None if ends is None else modules[ends.levels[-1].skipped[-1].path]
+        self.last_module = None if ends is None else modules[ends.levels[-1].skipped[-1].path]
 
     @property
     def begins_at(self) -> str | None:
@@ -391,8 +392,8 @@ class Stage:
             interventions.append(ReplaceOp(drawing.draw))
         if self._skipped_modules:
             interventions.append(Skip(self._skipped_modules, run.output, when=run.is_skipped))
-        if self._cut_module is not None:
-            interventions.append(Stop(self._cut_module, when=run.is_complete))
+        if self.last_module is not None:
+            interventions.append(Stop(self.last_module, when=run.is_complete))
         # In one session with the run, or the probes would not see the exit of the call at which it stops.
         at = None if probes else self._observed_modules
         session = Session(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from microtome.engine import Call, Session
+from microtome.engine import Call, Session, Stop, Stopped
 from microtome.engine.graph_capture import CapturedRun, capture_run, insert_checks
 from microtome.engine.pytree import named_tensors, tensors_in
 from microtome.engine.symbolic_shapes import ShapeCheck, SymbolicShapes
@@ -92,7 +92,7 @@ Check = Callable[["StageGraph"], str | None]
 def capture_stage(stage: Stage, *, dynamic: bool = True, reject: Check = lambda _: None) -> StageGraph:
     """Capture a stage, with as many symbolic sizes as its code allows.
 
-    The whole model is run on fake tensors, and what lies between the two cuts is taken from the graph of that run.
+    The model is run on fake tensors to the end of the stage, and what lies between the two cuts is taken from the graph.
 
     Args:
         reject: Returns why a graph cannot be used; then fewer sizes are symbols. That with the sizes of the example is
@@ -280,12 +280,12 @@ def _try_size_one(stage: Stage, graph: StageGraph, example: Inputs, sizes: Shape
 
 
 def _run(stage: Stage, inputs: Inputs, groups: dict[str, Any]) -> list[list[Tensor]]:
-    """Run the whole model; return the tensors that cross the cuts of a stage, and the output; add the names of each."""
+    """Run the model to the end of a stage; return the tensors that cross its cuts, and the output; add their names."""
     schedules = {"begins": stage.begins, "ends": stage.ends}
     recorded = {name: schedule for name, schedule in schedules.items() if schedule is not None}
     with ExitStack() as stack:
-        runs = {name: _record(stage, schedule, inputs, stack) for name, schedule in recorded.items()}
-        output = inputs.run(stage.model)
+        runs = {name: _record(stage, name, schedule, inputs, stack) for name, schedule in recorded.items()}
+        output = _run_model(stage, inputs)
     tensors = {name: run.crossing for name, run in runs.items()}
     groups.update({name: list(found) for name, found in tensors.items()})
     paths = dict(named_tensors(output))
@@ -297,8 +297,19 @@ def _run(stage: Stage, inputs: Inputs, groups: dict[str, Any]) -> list[list[Tens
     return [*(list(found.values()) for found in tensors.values()), list(paths.values())]
 
 
+def _run_model(stage: Stage, inputs: Inputs) -> Any:
+    """Run the model to the end of a stage; return its output, or None for a stage that ends at a cut."""
+    try:
+        output = inputs.run(stage.model)
+    except Stopped:
+        return None
+    if stage.ends is not None:
+        raise Unsupported(f"the model returned before the cut at {stage.ends.at!r}: its control flow depends on inputs")
+    return output
+
+
 class _CutRecorder(StageRun):
-    """Records what crosses a cut, in a run that goes on after it.
+    """Records what crosses a cut, in a run that may go on after it.
 
     Attributes:
         crossing: Copies of the tensors, by name: the run may write to them after the cut.
@@ -315,15 +326,15 @@ class _CutRecorder(StageRun):
             self.crossing = {name: tensor.clone() for name, tensor in self.boundary("").tensors.items()}
 
 
-def _record(stage: Stage, schedule: Schedule, inputs: Inputs, stack: ExitStack) -> _CutRecorder:
-    """Record what crosses a cut while the block is open."""
+def _record(stage: Stage, name: str, schedule: Schedule, inputs: Inputs, stack: ExitStack) -> _CutRecorder:
+    """Record what crosses a cut while the block is open; the run stops at the cut where the stage ends."""
     run = _CutRecorder(schedule)
     run.begin(StageState([]))
     run.record_inputs(stage.flatten_inputs(inputs))
     modules = stage.modules_of(schedule)
-    stack.enter_context(
-        Session(stage.model, [run], at=modules, fast_paths=True, other_threads="ignore", backward=False)
-    )
+    stops = [Stop(stage.last_module, when=run.is_complete)] if name == "ends" else []
+    session = Session(stage.model, [run], stops, at=modules, fast_paths=True, other_threads="ignore", backward=False)
+    stack.enter_context(session)
     return run
 
 
