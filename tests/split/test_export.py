@@ -224,12 +224,26 @@ def test_outputs_that_differ_by_more_than_rounding_are_refused() -> None:
     assert compare_outputs({"y": expected["y"] + 1e-4}, expected, "it", 1e-5) == (
         "the outputs differ by at most 0.0001, of numbers up to 100"
     )
-    with pytest.raises(Unsupported, match="it returns outputs that differ by 0.01, of numbers up to 100"):
+    with pytest.raises(Unsupported, match=r"it returns outputs\['y'\] that differ by 0.01, of numbers up to 100"):
         compare_outputs({"y": expected["y"] + 1e-2}, expected, "it", 1e-5)
     with pytest.raises(Unsupported, match=r"it returns another output\['y'\]"):
         compare_outputs({"y": expected["y"].double()}, expected, "it")
-    with pytest.raises(Unsupported, match="it returns outputs that differ by"):
+    with pytest.raises(Unsupported, match=r"it returns outputs\['y'\] that differ by inf"):
         compare_outputs({"y": torch.tensor([torch.nan, 100.0])}, expected, "it")
+
+
+def test_each_output_is_compared_at_its_own_scale() -> None:
+    large, small = torch.tensor([1e6]), torch.tensor([1.0, -torch.inf, torch.nan])
+    expected = {"large": large, "small": small}
+    assert compare_outputs({"large": large + 1, "small": small * (1 + 1e-6)}, expected, "it", 1e-5) == (
+        "the outputs differ by at most 1, of numbers up to 1e+06"
+    )
+    with pytest.raises(Unsupported, match=r"it returns outputs\['small'\] that differ by 0.1, of numbers up to 1"):
+        compare_outputs({"large": large, "small": small * 1.1}, expected, "it", 1e-5)
+    for whole in (torch.tensor([1 << 60]), torch.tensor([True, False])):
+        other = ~whole if whole.dtype is torch.bool else whole + 1
+        with pytest.raises(Unsupported, match=r"it returns outputs\['y'\] of torch.* that differ"):
+            compare_outputs({"y": other, "large": large}, {"y": whole, "large": large}, "it", 1e-5)
 
 
 # -- the command line --------------------------------------------------------------------------------------------------

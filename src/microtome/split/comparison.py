@@ -25,11 +25,13 @@ class Difference(NamedTuple):
         path: The path in the value, such as `[0].logits`; empty for the value itself.
         description: Both values, in words.
         largest: The largest absolute difference of two tensors; None if they differ in more than numbers.
+        expected: The tensor that is expected, in that case.
     """
 
     path: str
     description: str
     largest: float | None = None
+    expected: Tensor | None = None
 
 
 def differences(value: Any, expected: Any, path: str = "", depth: int = 0) -> Iterator[Difference]:
@@ -104,9 +106,10 @@ def _compare_tensors(tensor: Tensor, expected: Tensor, path: str) -> Iterator[Di
         return
     tensor, expected = tensor.detach().cpu(), expected.detach().cpu()
     if not _is_bit_equal(tensor, expected):
-        errors = (tensor.to(torch.complex128) - expected.to(torch.complex128)).abs()
-        largest = float(errors.nan_to_num(torch.inf).max()) if errors.numel() else 0.0
-        yield Difference(path, f"numbers that differ by up to {largest:.3g}", largest)
+        errors = (tensor.to(torch.complex128) - expected.to(torch.complex128)).abs().nan_to_num(torch.inf)
+        errors[(tensor == expected) | (tensor.isnan() & expected.isnan())] = 0.0  # infinity, too
+        largest = float(errors.max()) if errors.numel() else 0.0
+        yield Difference(path, f"numbers that differ by up to {largest:.3g}", largest, expected)
 
 
 def _is_bit_equal(tensor: Tensor, expected: Tensor) -> bool:

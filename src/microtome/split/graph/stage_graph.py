@@ -92,7 +92,7 @@ Check = Callable[["StageGraph"], str | None]
 def capture_stage(stage: Stage, *, dynamic: bool = True, reject: Check = lambda _: None) -> StageGraph:
     """Capture a stage, with as many symbolic sizes as its code allows.
 
-    The model is run on fake tensors to the end of the stage, and what lies between the two cuts is taken from the graph.
+    The model is run on fake tensors to the end of the stage, and what lies between the two cuts is taken.
 
     Args:
         reject: Returns why a graph cannot be used; then fewer sizes are symbols. That with the sizes of the example is
