@@ -6,7 +6,7 @@ TORCH_VENV := .venv-torch-$(VERSION)$(if $(filter-out python3,$(PYTHON)),-$(notd
 UNITS := $(addprefix tests/,capture devices engine files flops plan profile report results split trace track test_inputs.py test_layers.py test_public.py)
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: demo test test-all test-fast test-torch test-gpu test-ray zoo soak lint format bench bench-gpu bench-remote lock sbom docs pictures proto clean
+.PHONY: demo test test-all test-fast test-torch test-gpu test-ray test-executorch zoo soak lint format bench bench-gpu bench-remote lock sbom docs pictures proto clean
 
 demo: $(VENV)/.dev        ## run every feature on built-in models, in less than a minute; writes demo/report.html
 	$(BIN)/python -m demo
@@ -39,6 +39,10 @@ test-gpu: $(VENV)/.dev    ## the tests that need a CUDA device
 test-ray: $(VENV)/.dev    ## the tests of microtome.scale.ray, on clusters of this machine; five minutes
 	$(PIP) -e '.[ray]' kubernetes-validate
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/scale src/microtome/scale
+
+test-executorch: $(VENV)/.dev ## the tests of programs of ExecuTorch; half a minute
+	$(PIP) -e '.[executorch]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/split/test_executorch.py
 
 zoo: $(VENV)/.dev         ## compare with the published figures of torchvision, and verify cuts of some 480 models: half an hour; SAVE=1 as below
 	$(BIN)/python -m benchmarks.zoo $(if $(SAVE),--save)

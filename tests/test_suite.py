@@ -51,7 +51,7 @@ def test_files_that_are_marked_as_a_whole_are_there() -> None:
 
 def test_commands_for_tests_are_documented() -> None:
     targets = re.findall(r"^(test[\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert {"test", "test-all", "test-fast", "test-torch", "test-gpu", "test-ray"} == set(targets)
+    assert {"test", "test-all", "test-fast", "test-torch", "test-gpu", "test-ray", "test-executorch"} == set(targets)
     documented = re.findall(r"^make (test[\w-]*)", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
     assert set(documented) == set(targets)
 

@@ -19,7 +19,7 @@ from microtome.cli import main
 from microtome.errors import BadQuery, NotInstalled, Unsupported
 from microtome.split.graph import runtimes
 from microtome.split.graph.comparison import compare_outputs
-from microtome.split.graph.runtimes import run_executorch, run_onnx
+from microtome.split.graph.runtimes import run_onnx
 
 pytestmark = [
     pytest.mark.integration,
@@ -171,18 +171,6 @@ def test_sizes_of_onnx_have_the_symbols_of_the_metadata(small: Small, tmp_path: 
             name: one["shape"] for name, one in exported.metadata["inputs"].items()
         }
         assert {sizes[name][0] for name in exported.metadata["outputs"]} == {"s0"}
-
-
-def test_a_program_of_executorch_runs(small: Small, tmp_path: Path) -> None:
-    pytest.importorskip("executorch.runtime", reason="needs microtome[executorch]")
-    model, x, (head, tail) = small
-    exported = head.export(tmp_path / "head.pte")
-    outputs = run_executorch(Path(exported.file).read_bytes())([x])
-    crossed = mt.Boundary(
-        "layer1.0.conv1", tail.fingerprint, dict(zip(exported.metadata["outputs"], outputs, strict=True)), head(x).facts
-    )
-    assert (tail(crossed) - model(x)).abs().max() <= 1e-5 * model(x).abs().max()
-    assert set(exported.metadata["static"].values()) == {"dynamic=False"}
 
 
 def test_an_example_of_one_row_gives_a_program_for_any_number(tmp_path: Path) -> None:

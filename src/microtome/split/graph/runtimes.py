@@ -58,7 +58,12 @@ def load_executorch(data: bytes) -> tuple[Run, str]:
     program = runtime.Runtime.get().load_program(data)
     method = program.load_method("forward")
     text = program.load_method(METADATA).execute([])[0] if METADATA in program.method_names else ""
-    return lambda tensors: list(method.execute([tensor.contiguous() for tensor in tensors])), text
+
+    def run(tensors: Sequence[Tensor], keep: Any = program) -> list[Tensor]:
+        """Run the method, which refers to the program without keeping it alive."""
+        return list(method.execute([tensor.contiguous() for tensor in tensors]))
+
+    return run, text
 
 
 #: Functions that load a program, by the end of its file. That of torch.export may unpickle what it loads.
