@@ -371,6 +371,18 @@ def test_what_cannot_be_a_graph_is_refused() -> None:
         stage.graph()
 
 
+def test_stages_that_train_are_refused_with_the_reason(tmp_path: Path) -> None:
+    model, x = zoo.build("tiny-vit")
+    for stage in mt.split(model, x, at="blocks.1", grad=True):
+        for use in (stage.graph, stage.compile, lambda stage=stage: stage.export(tmp_path / "stage.pt2")):
+            with pytest.raises(Unsupported, match="a graph computes no gradient, .* split it without grad=True"):
+                use()
+    normalized = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)).train()
+    head, _ = mt.split(normalized, torch.randn(3, 4), at="1")
+    with pytest.raises(Unsupported, match="in training mode writes to the buffer '1.running_mean' .* after model.eval"):
+        head.graph()
+
+
 def test_shapes_that_do_not_fit_each_other_are_named() -> None:
     model, x = zoo.build("tiny-resnet")
     tail = capture_stage(mt.split(model, x, at="layer1.0.conv1")[1])
