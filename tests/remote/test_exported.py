@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import microtome as mt
 from microtome import zoo
-from microtome.errors import BadBoundary, BadFile, BadInputs, BadQuery, RemoteError, Unsupported
+from microtome.errors import BadBoundary, BadFile, BadInputs, BadQuery, NotAModule, RemoteError, Unsupported
 from microtome.remote import protocol
 from microtome.remote.tensor_messages import encode_tensors, parse_tensors
 from microtome.split.graph import derived_facts
@@ -119,6 +119,24 @@ def test_what_an_exported_stage_cannot_take_is_named(resnet: Resnet, files: list
 
     with pytest.raises(Unsupported, match="first.onnx does not run on these shapes: .*no kernel"):
         ExportedStage("first.onnx", first.details, fail)(x)
+
+
+def test_what_an_exported_stage_cannot_do_is_said(resnet: Resnet, files: list[str]) -> None:
+    model, x = resnet
+    head = load_exported(files[0])
+    unsupported: Any = head
+    with (
+        serving(model, x) as server,
+        pytest.raises(BadQuery, match=r"got <Exported stage .*: an exported stage has neither .* mt.load_stage"),
+    ):
+        mt.connect(unsupported, x, server.address)
+    with pytest.raises(NotAModule, match="a stage is part of a model: pass the model, or measure .* its method `time`"):
+        mt.profile(unsupported, x)
+    boundary = head(x)
+    assert 0 < head.time(x, repeat=3) < 10
+    assert 0 < load_exported(files[1]).time(boundary, repeat=3) < 10
+    with pytest.raises(BadQuery, match="expected a repeat of 1 or more runs, got 0"):
+        head.time(x, repeat=0)
 
 
 def test_files_that_are_no_exported_stages_are_refused(files: list[str], tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ def check_model(model: object) -> nn.Module:
         hint = "; the model comes first, then its inputs"
     elif isinstance(model, str):
         hint = "; microtome.zoo.resolve builds a model from a name such as 'torchvision:resnet50'"
+    elif hasattr(model, "begins_at"):  # a stage, which the engine does not know
+        hint = "; a stage is part of a model: pass the model, or measure the stage with its method `time`"
     raise NotAModule(f"expected a torch.nn.Module, got {_describe(model)}{hint}")
 
 

@@ -15,10 +15,17 @@ from microtome.inputs import no_inputs_error
 from microtome.remote.payloads import INPUTS
 from microtome.results.cuts import Cut
 from microtome.results.plan import Plan
+from microtome.split.graph.exported_stage import ExportedStage
 from microtome.split.modes import ModuleModes
 from microtome.split.splitter import Splitter
 from microtome.split.stage import Stage
 from microtome.split.variants import StageVariants
+
+_EXPORTED_HINT = (
+    ": an exported stage has neither the model nor the facts of its inputs, which a client needs. Connect the stage of "
+    "mt.load_stage; or serve the exported one and connect the model through it, at=['(input)', …]; or send its output "
+    "to the server without microtome, as examples/edge-onnx does"
+)
 
 
 class LocalModel:
@@ -44,7 +51,7 @@ class LocalModel:
                 source = self.splitter = Splitter(model, inputs)
             _check_stateless(source.state)
         else:
-            self._first, self._last = _first_and_last([model] if isinstance(model, Stage) else model)
+            self._first, self._last = _first_and_last(list(model) if isinstance(model, list | tuple) else [model])
             source = self._first
             _check_stateless(source.state)
             if source.variants is not None and source.ends_at is not None:
@@ -134,6 +141,7 @@ def _first_and_last(stages: Sequence[Stage]) -> tuple[Stage, Stage | None]:
         raise BadQuery(
             "expected the first stage of a model for a client, or the first and the last one, got "
             + ", ".join(f"{stage!r:.200}" for stage in stages)
+            + _EXPORTED_HINT * any(isinstance(stage, ExportedStage) for stage in stages)
         )
     assert isinstance(first, Stage)
     if others and others[0].fingerprint != first.fingerprint:

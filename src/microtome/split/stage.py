@@ -206,6 +206,27 @@ class Stage:
 
         return export_stage(self, file, dynamic=dynamic, example=example)
 
+    def time(self, example: Any = None, *, repeat: int = 30) -> float:
+        """Measure the stage as it is, and return the median seconds of a run, for `stages` of `microtome.plan`.
+
+        Args:
+            example: As in `compile`.
+            repeat: The number of runs; fewer if they take longer than five seconds.
+
+        >>> import microtome as mt
+        >>> from microtome import zoo
+        >>> head, tail = mt.split(*zoo.build("tiny-resnet"), at="layer1")
+        >>> 0 < head.time(repeat=3) < 1
+        True
+        """
+        from microtome.split.graph.stage_example import example_of
+        from microtome.split.stage_timing import time_runs
+
+        example = example_of(self) if example is None else example
+        if example is None:
+            raise Unsupported("the weights before the stage are not here: pass the boundary of an example as example=")
+        return time_runs(self, example, repeat)
+
     def as_module(self, example: Any = None, *, tied: Literal["sum"] | None = None) -> StageModule:
         """Return the stage of a model that was split with `grad=True` as a module for `torch.distributed.pipelining`.
 

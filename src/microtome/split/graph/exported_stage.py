@@ -25,6 +25,7 @@ from microtome.split.boundary.schema import (
 )
 from microtome.split.graph.runtimes import LOADERS, Run
 from microtome.split.graph.size_conditions import evaluate, find_unmet
+from microtome.split.stage_timing import time_runs
 
 _SCHEMA = 1
 #: The most bytes of a file: protobuf, of which ONNX models are made, has no longer messages.
@@ -132,6 +133,15 @@ class ExportedStage:
             raise BadInputs(f"{self.file} takes the tensors {', '.join(names)}, got {', '.join(given) or 'none'}")
         tensors = [given[name] for name in names]
         return self._finish(self._compute(tensors), [tuple(tensor.shape) for tensor in tensors])
+
+    def time(self, example: Any, *, repeat: int = 30) -> float:
+        """Measure the program, and return the median seconds of a run, for `stages` of `microtome.plan`.
+
+        Args:
+            example: The inputs of the model or, of another stage than the first, a boundary.
+            repeat: The number of runs; fewer if they take longer than five seconds.
+        """
+        return time_runs(self, example, repeat)
 
     def run_inputs(self, boundary: Boundary) -> Boundary | dict[str, Tensor]:
         """Run the first stage on the inputs of the model, packed as a boundary."""

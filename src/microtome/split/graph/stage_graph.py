@@ -179,13 +179,13 @@ def _check_capturable(stage: Stage) -> Inputs:
         raise Unsupported("the example that the model was split on is not here: split it, or load it with load_stage")
     if stage.grad:
         raise Unsupported(
-            "a graph computes no gradient, so a stage of a model that was split with grad=True cannot be captured: split "
-            "it without grad=True to run it, or train the stages as they are"
+            "a graph computes no gradient, so a stage of a model that was split with grad=True cannot be captured: "
+            "split it without grad=True to run it, or train the stages as they are"
         )
     if stage.model.training and stage.state is not None:
         raise Unsupported(
-            f"a stage of a model in training mode writes to {stage.state} in each run, and cannot be captured as a graph: "
-            "split the model in eval mode, after model.eval()"
+            f"a stage of a model in training mode writes to {stage.state} in each run, and cannot be captured as a "
+            "graph: split the model in eval mode, after model.eval()"
         )
     if stage.state is not None or stage.spec.states:
         raise Unsupported(
