@@ -56,6 +56,29 @@ def test_a_latency_is_the_sum_of_its_terms() -> None:
     assert packed.name == "l1 by zstd"
 
 
+def test_the_time_of_a_measured_stage_takes_the_place_of_the_profile() -> None:
+    plan = planned(stages={"edge": {(None, "l1"): 0.5}, "cloud": {("l1", None): 0.1}}, slower={"edge": 2})
+    at = {c.at: [step.seconds for step in c.steps if step.what == "run"] for c in plan if c.codecs == ("raw",)}
+    assert at[("l1",)] == pytest.approx([1.0, 0.1])  # 2 x 0.5 s
+    assert at[("l0",)] == pytest.approx([2.0, 0.6])  # as in the profile
+    assert any("time of edge from the input to l1 is that of a stage that was measured" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stages": {"phone": {(None, "l1"): 1.0}}}, "expected stages of edge or cloud, got those of 'phone'"),
+        ({"stages": {"edge": {(None, "l9"): 1.0}}}, "no plan can cut at 'l9', where a stage begins or ends"),
+        ({"stages": {"edge": {"l1": 1.0}}}, r"expected where a stage begins and ends, such as \(None, 'layer1'\)"),
+        ({"stages": {"edge": {(None, "l1"): 0}}}, "expected the seconds of the stage .*, more than 0, got 0"),
+        ({"stages": {"edge": {(None, "l1"): 1.0}}, "objective": "energy"}, "energy of compiled and exported stages"),
+    ],
+)
+def test_mistakes_in_measured_stages_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadQuery, match=message):
+        planned(**options)
+
+
 def test_a_bandwidth_is_a_link_without_delay() -> None:
     assert planned(link="800bps") == planned(link=mt.Link("800bps", rtt=0.0))
 

@@ -472,6 +472,25 @@ def test_plain_arguments_are_constants_of_a_compiled_stage() -> None:
         first(x, scale=3.0)
 
 
+def test_stages_are_timed_as_they_are(tmp_path: Path) -> None:
+    model, x, head, tail = split_small("layer1")
+    compiled = head.compile(backend="eager")
+    stages: dict[str, Any] = {
+        "edge": {(None, "layer1"): compiled.time(repeat=3)},
+        "cloud": {("layer1", None): tail.time(repeat=3)},
+    }
+    here = mt.profile(model, x, measure="time", repeat=3)
+    plan = mt.plan(mt.cuts(model, x), edge=here, cloud=here, link="1Gbps", stages=stages)
+    (candidate,) = (one for one in plan if one.at == ("layer1",))
+    runs = [step.seconds for step in candidate.steps if step.what == "run"]
+    assert runs == pytest.approx([stages["edge"][None, "layer1"], stages["cloud"]["layer1", None]])
+    mt.split(model, x, at="layer1").save(tmp_path)
+    loaded = mt.load_stage(lambda: zoo.build("tiny-resnet")[0], tmp_path, "tail")
+    with pytest.raises(Unsupported, match="pass the boundary of an example as example="):
+        loaded.time()
+    assert loaded.time(head(x), repeat=3) > 0
+
+
 def test_a_wrong_compiler_is_refused() -> None:
     def wrong(graph: fx.GraphModule, _: Any) -> Any:
         return lambda *tensors: tuple(tensor + 1 for tensor in graph(*tensors))

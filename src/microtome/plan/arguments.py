@@ -11,7 +11,7 @@ from typing import Any, TypeVar, get_args
 from microtome.errors import BadQuery, NotInstalled, describe_value
 from microtome.plan.codec_benchmark import codec_costs
 from microtome.plan.compatibility import check_codec_costs
-from microtome.plan.device_costs import DeviceCosts
+from microtome.plan.device_costs import CutPoint, DeviceCosts, StageTimes
 from microtome.results.base import load_result
 from microtome.results.codec_costs import CodecCosts
 from microtome.results.cuts import Cuts
@@ -209,3 +209,29 @@ def devices_with_energy(
                 f"with {ENERGY.advice}, or estimate it with {advise('a microtome.EnergyModel', '--energy-model')}"
             )
     return names
+
+
+def check_stages(
+    stages: Mapping[str, StageTimes] | None,
+    names: Sequence[str],
+    points: Sequence[CutPoint],
+    objective: str,
+) -> dict[str, StageTimes]:
+    """Return the measured seconds of stages by device, with addresses of cuts."""
+    if stages is None:
+        return {}
+    if objective == "energy":
+        raise BadQuery("the energy of compiled and exported stages is not known: plan without stages=")
+    if unknown := [name for name in stages if name not in names]:
+        raise BadQuery(f"expected stages of {' or '.join(names)}, got those of {unknown[0]!r}")
+    addresses = [point.at for point in points]
+    for measured in stages.values():
+        for key, elapsed_s in measured.items():
+            if not isinstance(key, tuple) or len(key) != 2:
+                raise BadQuery(f"expected where a stage begins and ends, such as (None, 'layer1'), got {key!r}")
+            for at in key:
+                if at not in addresses:
+                    raise BadQuery(f"no plan can cut at {at!r}, where a stage begins or ends")
+            if not isinstance(elapsed_s, int | float) or not elapsed_s > 0:
+                raise BadQuery(f"expected the seconds of the stage {key}, more than 0, got {elapsed_s!r}")
+    return {name: dict(measured) for name, measured in stages.items()}

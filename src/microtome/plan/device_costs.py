@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -14,6 +15,9 @@ from torch import Tensor
 from microtome.results.cuts import Cuts, Live
 from microtome.results.profile import Profile
 from microtome.results.rows import Row
+
+#: Measured seconds of stages, by the addresses of the cuts where they begin and end.
+StageTimes = Mapping[tuple[str | None, str | None], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,14 @@ class DeviceCosts:
         joules: Joules from the beginning to each point; None: not measured.
     """
 
-    def __init__(self, name: str, profile: Profile, points: Sequence[CutPoint], slower: float = 1.0) -> None:
+    def __init__(
+        self,
+        name: str,
+        profile: Profile,
+        points: Sequence[CutPoint],
+        slower: float = 1.0,
+        stages: StageTimes = MappingProxyType({}),
+    ) -> None:
         self.name = name
         self.profile = profile
         self._points = points
@@ -66,10 +77,17 @@ class DeviceCosts:
             clocks.append([0.0, *(row.elapsed_device_s or 0.0 for row in ends)])
         self.elapsed_s = torch.tensor(clocks, dtype=torch.float64) * slower
         self._slower = slower
+        self._stages = stages
 
     def run_s(self) -> Tensor:
         """Return the seconds from each point (row) to each other."""
-        return (self.elapsed_s[:, None, :] - self.elapsed_s[:, :, None]).amax(0).clamp_(min=0.0)
+        table = (self.elapsed_s[:, None, :] - self.elapsed_s[:, :, None]).amax(0).clamp_(min=0.0)
+        index = {point.at: number for number, point in enumerate(self._points)}
+        for (begins_at, ends_at), elapsed_s in self._stages.items():
+            begin = 0 if begins_at is None else index[begins_at]
+            end = len(self._points) - 1 if ends_at is None else index[ends_at]
+            table[begin, end] = elapsed_s * self._slower
+        return table
 
     @cached_property
     def backward_elapsed_s(self) -> Tensor:

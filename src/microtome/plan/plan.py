@@ -40,6 +40,7 @@ def plan(
     energy_of: Collection[str] | None = None,
     strategy: Strategy | None = None,
     tokens: tuple[int, int] | None = None,
+    stages: Mapping[str, Mapping[tuple[str | None, str | None], float]] | None = None,
     micro_batches: int | None = None,
     schedule: Schedule = "1f1b",
     optimizer_state: float = 2.0,
@@ -70,6 +71,8 @@ def plan(
             the whole answer: a run over the prompt, and one for each further token, each with a round trip. Needs cuts
             for such a prompt, and profiles with `phases=("prefill", "decode")`. As in `generate` of transformers, the
             logits of one position come back for each token.
+        stages: Measured seconds of compiled or exported stages by device, and by the cuts where each begins and ends,
+            in place of the times in the profile: `{"edge": {(None, "layer2"): head.time(x)}}`.
         micro_batches: Of training: the number of micro-batches of a step, each of the inputs of the profiles.
         schedule: Of training: `"gpipe"`, all forwards before all backwards; `"1f1b"`, a backward as soon as possible.
         optimizer_state: Of training: the bytes that the optimizer keeps for each byte of a trainable parameter: 2 for
@@ -102,6 +105,7 @@ def plan(
     if objective == "training":
         unused = {
             "tokens": tokens,
+            "stages": stages,
             "costs": costs,
             "energy_of": energy_of,
             "codec": None if codec in ("raw", ("raw",)) else codec,  # raw is what training has
@@ -126,7 +130,12 @@ def plan(
     names, timed = list(profiles), [*profiles.values(), *decode_profiles.values()]
     points = cut_points(cuts, timed)
     factors = arguments.check_factors(slower, names)
-    chain_devices = [DeviceCosts(name, one, points, factors.get(name, 1.0)) for name, one in profiles.items()]
+    if tokens is not None and stages is not None:
+        raise BadQuery("stages= are for one run, and tokens= for many: a compiled or exported stage keeps no cache")
+    times = arguments.check_stages(stages, names, points, objective)
+    chain_devices = [
+        DeviceCosts(name, one, points, factors.get(name, 1.0), times.get(name, {})) for name, one in profiles.items()
+    ]
     codecs = arguments.check_codecs("raw" if codec is None else codec)
     memory_limits = arguments.parse_limits(limits, names)
     energy_devices = arguments.devices_with_energy(chain_devices, objective, energy_of)
@@ -174,6 +183,7 @@ def plan(
             *(_slower_note(name, factor, energy_devices) for name, factor in factors.items()),
             *([_default_codecs_note(compressed)] if codec is None else []),
             *_notes(cuts, chain),
+            *_stage_notes(times),
             *([] if tokens is None else _session_notes(ranked, chosen)),
         ),
         aliases=cuts.aliases,
@@ -300,6 +310,13 @@ def _default_codecs_note(compressed: tuple[str, ...]) -> str:
     if compressed:
         return f"no codec was named: cuts are tried raw, and the inputs raw and by {', '.join(compressed)}"
     return "compressed inputs are not considered: zstd is not installed, or its costs were not measured"
+
+
+def _stage_notes(stages: Mapping[str, Mapping[tuple[str | None, str | None], float]]) -> Iterator[str]:
+    for name, times in stages.items():
+        for begins_at, ends_at in times:
+            part = f"from {begins_at or 'the input'} to {ends_at or 'the output'}"
+            yield f"the time of {name} {part} is that of a stage that was measured by itself, not of the profile"
 
 
 def _notes(cuts: Cuts, chain: DeviceChain) -> list[str]:
