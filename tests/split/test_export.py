@@ -220,6 +220,24 @@ def test_outputs_that_differ_by_more_than_rounding_are_refused() -> None:
         compare_outputs({"y": torch.tensor([torch.nan, 100.0])}, expected, "it")
 
 
+def test_a_quantized_program_says_how_far_it_is_off(small: Small, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript", reason="needs microtome[onnx]")
+    model, x, (_, tail) = small
+    whole = tail.export(tmp_path / "tail.onnx")
+    quantized = tail.export(tmp_path / "tail8.onnx", int8=True)
+    assert whole.metadata.get("quantized") is None
+    assert re.fullmatch(r"the outputs differ by at most \S+, of numbers up to \S+", quantized.verified or "")
+    assert Path(quantized.file).stat().st_size < 0.7 * Path(whole.file).stat().st_size
+    loaded = mt.load_exported(quantized.file)
+    assert loaded.metadata["quantized"] == "int8"
+    for image in (x, torch.randn(5, 3, 40, 48)):
+        output = loaded(small[2][0](image))
+        assert isinstance(output, dict)
+        assert 0 < (output["output"] - model(image)).abs().max() <= 0.1 * model(image).abs().max()
+    with pytest.raises(BadQuery, match=r"expected a file that ends in .onnx, which int8=True is for, got 'tail.pt2'"):
+        tail.export(tmp_path / "tail.pt2", int8=True)
+
+
 def test_each_output_is_compared_at_its_own_scale() -> None:
     large, small = torch.tensor([1e6]), torch.tensor([1.0, -torch.inf, torch.nan])
     expected = {"large": large, "small": small}
@@ -250,6 +268,20 @@ def test_the_command_writes_programs_beside_the_stages(tmp_path: Path) -> None:
             re.MULTILINE,
         )
         assert file.exists()
+    refused = CliRunner().invoke(main, [*words, "--int8"])
+    assert (refused.exit_code, "--int8 needs --export onnx" in refused.output) == (2, True)
     refused = CliRunner().invoke(main, [*words[:-1], "zip"])
     assert refused.exit_code == 2
     assert "'zip' is not one of 'pt2', 'onnx', 'pte'" in refused.output
+
+
+def test_the_command_writes_quantized_programs(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript", reason="needs microtome[onnx]")
+    words = ["split", "zoo:tiny-resnet", "--at", "layer1", "--to", str(tmp_path / "parts"), "--export", "onnx"]
+    for extra, quantized in (([], None), (["--int8"], "int8")):
+        result = CliRunner().invoke(main, [*words, *extra])
+        assert result.exit_code == 0, result.output
+        assert "the outputs differ by at most" in result.output
+        stages = [mt.load_exported(tmp_path / "parts" / f"stage{index}.onnx") for index in range(2)]
+        assert [(one.begins_at, one.ends_at) for one in stages] == [(None, "layer1"), ("layer1", None)]
+        assert {one.details.quantized for one in stages} == {quantized}

@@ -187,7 +187,7 @@ class Stage:
 
         return compile_stage(self, backend, dynamic, example, options)
 
-    def export(self, file: File, *, dynamic: bool = True, example: Any = None) -> ExportedStage:
+    def export(self, file: File, *, dynamic: bool = True, example: Any = None, int8: bool = False) -> ExportedStage:
         """Write the stage as a program for another runtime, which needs neither microtome nor the model's code.
 
         The file is run on the example and compared with the stage before it is written; `verified` of the result is the
@@ -198,13 +198,15 @@ class Stage:
                 the shapes of the example; needs `microtome[executorch]`).
             dynamic: As in `graph`.
             example: As in `compile`.
+            int8: Quantize weights and activations to 8 bits, of ONNX. `verified` says how far the outputs are from the
+                stage's; more than 10 % of the largest number of an output is an error.
 
         Raises:
             Unsupported: The stage cannot be captured or exported, or the file computes other outputs.
         """
         from microtome.split.graph.export import export_stage
 
-        return export_stage(self, file, dynamic=dynamic, example=example)
+        return export_stage(self, file, dynamic=dynamic, example=example, int8=int8)
 
     def time(self, example: Any = None, *, repeat: int = 30) -> float:
         """Measure the stage as it is, and return the median seconds of a run, for `stages` of `microtome.plan`.

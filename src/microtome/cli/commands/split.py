@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     help="Also write each stage as a program of torch.export, ONNX or ExecuTorch.",
 )
 @click.option("--to", required=True, type=click.Path(file_okay=False), metavar="FOLDER", help="Write to this folder.")
-def split(*, model: ModelOptions, at: tuple[str, ...], export: str | None, to: str) -> None:
+@click.option("--int8", is_flag=True, help="Quantize programs of ONNX to 8 bits.")
+def split(*, model: ModelOptions, at: tuple[str, ...], export: str | None, int8: bool, to: str) -> None:
     """Cut a model into stages that together compute exactly its output, and write the weights of each to a folder.
 
     MODEL is as for `microtome profile`; `microtome cuts` lists the addresses. microtome.load_stage reads the folder.
@@ -33,6 +34,8 @@ def split(*, model: ModelOptions, at: tuple[str, ...], export: str | None, to: s
     """
     if "auto" in at:
         raise click.UsageError("--at auto is for microtome run: microtome plan finds the best cut, pass its address")
+    if int8 and export != "onnx":
+        raise click.UsageError("--int8 needs --export onnx, whose runtime quantizes")
     # Stages of a language model keep its cache, which programs cannot.
     resolved = model.resolve(uses_values=True, one_pass=export is not None)
     import torch
@@ -47,7 +50,7 @@ def split(*, model: ModelOptions, at: tuple[str, ...], export: str | None, to: s
     for stage in stages if export is not None else ():
         file = Path(to) / f"stage{stage.index}.{export}"
         with show_progress(f"exporting {file}"):
-            exported = stage.export(file)
+            exported = stage.export(file, int8=int8)
         fixed = "".join(f"; {dim} is fixed: {why}" for dim, why in exported.metadata["static"].items())
         click.echo(f"{file}: {size(file.stat().st_size)}, {exported.verified}{fixed}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -40,14 +41,21 @@ from microtome.split.stage import Stage
 OPSET = 20
 #: The largest difference of a runtime of other kernels, relative to the largest number of an output.
 _TOLERANCE = 1e-5
+#: That of weights and activations of 8 bits.
+_INT8_TOLERANCE = 0.1
 _METADATA_FILE = "stage.json"
 
 
-def export_stage(stage: Stage, file: File, *, dynamic: bool = True, example: Any = None) -> ExportedStage:
+def export_stage(
+    stage: Stage, file: File, *, dynamic: bool = True, example: Any = None, int8: bool = False
+) -> ExportedStage:
     """Capture, write, load again and compare a stage; see `Stage.export`."""
     path = Path(file)
     if path.suffix not in _WRITERS:
         raise BadQuery(f"expected a file that ends in {', '.join(_WRITERS)}, got {str(file)!r}")
+    if int8 and path.suffix != ".onnx":
+        raise BadQuery(f"expected a file that ends in .onnx, which int8=True is for, got {path.name!r}")
+    tolerance = _INT8_TOLERANCE if int8 else _TOLERANCE
     example = example_of(stage) if example is None else example
     if example is None:
         raise Unsupported(
@@ -58,11 +66,11 @@ def export_stage(stage: Stage, file: File, *, dynamic: bool = True, example: Any
     programs: dict[int, _Program] = {}
 
     def write(graph: StageGraph) -> _Program:
-        made = _write(stage, graph, path.suffix, tensors)
+        made = _write(stage, graph, path.suffix, tensors, int8)
         got = dict(zip(graph.outputs, made.run(tensors), strict=True))
-        if _exclude_ones(graph, made, path.name):
-            made = _write(stage, graph, path.suffix, tensors)
-        return made._replace(verified=compare_outputs(got, expected, path.name, _TOLERANCE))
+        if _exclude_ones(graph, made, path.name, tolerance):
+            made = _write(stage, graph, path.suffix, tensors, int8)
+        return made._replace(verified=compare_outputs(got, expected, path.name, tolerance))
 
     def reject(graph: StageGraph) -> str | None:
         try:
@@ -88,12 +96,13 @@ class _Program(NamedTuple):
     verified: str = ""
 
 
-def _write(stage: Stage, graph: StageGraph, suffix: str, tensors: Sequence[Tensor]) -> _Program:
+def _write(stage: Stage, graph: StageGraph, suffix: str, tensors: Sequence[Tensor], int8: bool) -> _Program:
     """Export a graph, and load the program again."""
-    details = _describe(stage, graph, suffix)
+    details = _describe(stage, graph, suffix)._replace(quantized="int8" if int8 else None)
     try:
         check_expressions(details)
-        data, run = _WRITERS[suffix](graph, tensors, json.dumps(to_plain(details, compact=True)))
+        writer = _write_int8 if int8 else _WRITERS[suffix]
+        data, run = writer(graph, tensors, json.dumps(to_plain(details, compact=True)))
     except MicrotomeError:
         raise
     except Exception as error:  # whatever the exporter or the runtime raises
@@ -101,12 +110,12 @@ def _write(stage: Stage, graph: StageGraph, suffix: str, tensors: Sequence[Tenso
     return _Program(run, data, details)
 
 
-def _exclude_ones(graph: StageGraph, program: _Program, name: str) -> bool:
+def _exclude_ones(graph: StageGraph, program: _Program, name: str, tolerance: float) -> bool:
     """Exclude the sizes of 1 for which a program computes another output than the stage; return whether there are."""
     tried = list(graph.ones)
     for one in tried:
         try:
-            one.compare(lambda tensors: dict(zip(graph.outputs, program.run(tensors), strict=True)), name, _TOLERANCE)
+            one.compare(lambda tensors: dict(zip(graph.outputs, program.run(tensors), strict=True)), name, tolerance)
         except Unsupported as error:
             graph.ones.remove(one)
             graph.require_two(one.symbol, one.dims, str(error))
@@ -179,6 +188,25 @@ def _write_program(graph: StageGraph, tensors: Sequence[Tensor], metadata: str) 
 
 
 def _write_onnx(graph: StageGraph, tensors: Sequence[Tensor], metadata: str) -> _Written:
+    data = _to_onnx(graph, tensors, metadata).SerializeToString()
+    return data, run_onnx(data)
+
+
+def _write_int8(graph: StageGraph, tensors: Sequence[Tensor], metadata: str) -> _Written:
+    """Write a model of ONNX with weights of 8 bits; ONNX Runtime quantizes activations as it runs."""
+    quantization = import_runtime("onnx", "onnxruntime.quantization", "onnx", "onnxscript")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "stage.onnx"
+        # Its CPU kernel of convolutions takes weights without sign.
+        quantization.quantize_dynamic(
+            _to_onnx(graph, tensors, metadata), file, weight_type=quantization.QuantType.QUInt8
+        )
+        data = file.read_bytes()
+    return data, run_onnx(data)
+
+
+def _to_onnx(graph: StageGraph, tensors: Sequence[Tensor], metadata: str) -> Any:
+    """Return a stage as a message of ONNX."""
     import_runtime("onnx", "onnx", "onnxscript", "onnxruntime")
     program = torch.onnx.export(
         _to_program(graph, tensors),
@@ -191,8 +219,7 @@ def _write_onnx(graph: StageGraph, tensors: Sequence[Tensor], metadata: str) -> 
     name_values(program.model, graph)
     name_sizes(program.model, graph)
     program.model.metadata_props[METADATA] = metadata
-    data = program.model_proto.SerializeToString()
-    return data, run_onnx(data)
+    return program.model_proto
 
 
 def _write_executorch(graph: StageGraph, tensors: Sequence[Tensor], metadata: str) -> _Written:

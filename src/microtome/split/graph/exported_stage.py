@@ -64,6 +64,7 @@ class StageMetadata(NamedTuple):
         output: Of the last stage; None: numbers in the output depend on shapes.
         static: Why sizes are fixed, by dimension of `inputs` or of the model's arguments.
         opset: Of an ONNX model.
+        quantized: `"int8"`: its weights are integers; None: they are those of the model.
         conditions: On the symbols in the shapes, such as `s0 >= 2`.
     """
 
@@ -81,6 +82,7 @@ class StageMetadata(NamedTuple):
     static: dict[str, str]
     torch: str
     opset: int | None = None
+    quantized: str | None = None
     conditions: list[str] = []  # noqa: RUF012
     schema: int = _SCHEMA
     kind: str = "stage"
