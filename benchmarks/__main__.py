@@ -7,6 +7,7 @@ import sys
 from benchmarks import (
     boundary,
     capture,
+    compiled,
     generate,
     growth,
     imports,
@@ -28,6 +29,7 @@ SUITES = {
     "times": [times.run],
     "capture": [capture.run],
     "split": [split.run],
+    "compiled": [compiled.run],
     "growth": [growth.run],
     "generate": [generate.run],
     "training": [training.run],

@@ -17,7 +17,7 @@ import microtome as mt
 from microtome import zoo
 from microtome.cli import main
 from microtome.errors import BadQuery, NotInstalled, Unsupported
-from microtome.split.graph import runtimes
+from microtome.split.graph import export, runtimes
 from microtome.split.graph.comparison import compare_outputs
 from microtome.split.graph.runtimes import run_onnx
 
@@ -62,6 +62,9 @@ def test_a_program_of_torch_computes_the_stage_bit_for_bit(small: Small, tmp_pat
     assert (metadata["model"], metadata["begins_at"], metadata["ends_at"]) == ("ResNet", None, "layer1.0.conv1")
     assert metadata["inputs"] == {"x": {"shape": ["s0", "3", "s1", "s2"], "dtype": "float32"}}
     assert metadata["outputs"] == ["stem", "layer1.0.conv1"]
+    stem = {"shape": ["s0", "8", "s1", "s2"], "dtype": "float32"}
+    assert metadata["output_types"] == {"stem": stem, "layer1.0.conv1": stem}
+    assert exported[1].metadata["output_types"] == {"output": {"shape": ["s0", "10"], "dtype": "float32"}}
     assert metadata["fingerprint"] == head.fingerprint
     with pytest.raises(Exception, match="Guard failed|Expected|shape"):  # torch.export checks shapes itself
         first(torch.randn(2, 4, 32, 32))
@@ -191,6 +194,26 @@ def test_a_loaded_stage_needs_an_example_where_the_head_is_not(small: Small, tmp
     assert tail.export(tmp_path / "tail.pt2", example=stages[0](x)).verified == "bit-equal"
     assert tail.compile(backend="eager").verified == "not verified: the example is not here"
     assert tail.compile(backend="eager", example=stages[0](x)).verified == "bit-equal"
+
+
+def test_a_program_that_differs_once_loaded_again_leaves_no_file(
+    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = export._WRITERS[".pt2"]
+
+    def write_another(*args: Any) -> Any:
+        data, run = write(*args)
+        return data, lambda tensors: [tensor + 1 for tensor in run(tensors)]
+
+    head = small[2][0]
+    monkeypatch.setitem(export._WRITERS, ".pt2", write_another)
+    with pytest.raises(Unsupported, match=r"head.pt2 returns outputs\['\S+'\] that differ by 1"):
+        head.export(tmp_path / "head.pt2")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "head.pt2").write_bytes(b"an earlier one")
+    with pytest.raises(Unsupported, match="that differ by 1"):
+        head.export(tmp_path / "head.pt2")
+    assert (tmp_path / "head.pt2").read_bytes() == b"an earlier one"
 
 
 def test_mistakes_are_named(small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -472,6 +472,27 @@ def test_plain_arguments_are_constants_of_a_compiled_stage() -> None:
         first(x, scale=3.0)
 
 
+@pytest.mark.slow
+@pytest.mark.integration
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_inductor_compiles_stages_that_are_served() -> None:
+    model, x, head, tail = split_small()
+    first, last = head.compile(), tail.compile()
+    for stage in (first, last):
+        assert stage.verified is not None
+        assert re.fullmatch(r"bit-equal|the outputs differ by at most \S+, of numbers up to \S+", stage.verified)
+    images = [x, torch.randn(3, 3, 40, 48), torch.randn(1, 3, 32, 32)]
+    with (
+        mt.serve(last, x, listen="127.0.0.1:0") as server,
+        mt.connect(first, None, server.address, codec="raw") as remote,
+    ):
+        outputs = [remote(image) for image in images]
+        streamed = list(remote.stream(images))
+    for image, *got in zip(images, outputs, streamed, strict=True):
+        for output in got:
+            torch.testing.assert_close(output, model(image))
+
+
 def test_stages_are_timed_as_they_are(tmp_path: Path) -> None:
     model, x, head, tail = split_small("layer1")
     compiled = head.compile(backend="eager")

@@ -147,13 +147,13 @@ class ShapeCheck:
         for condition in self.conditions:
             if not bool(condition.subs(values)):
                 other = _format_all(self.names, shapes)
-                return f"expected sizes with {self._spell(condition)} in {self.describe()}, got {other}"
+                return f"expected sizes with {self.spell(condition)} in {self.describe()}, got {other}"
         return None
 
     @property
     def spelled(self) -> list[list[str]]:
         """The sizes as text, such as `s0`."""
-        return [list(map(self._spell, shape)) for shape in self.shapes]
+        return [list(map(self.spell, shape)) for shape in self.shapes]
 
     def fixed_dims(self) -> dict[str, str]:
         """The dimensions that have one size for all inputs of the model."""
@@ -211,7 +211,7 @@ class ShapeCheck:
 
     def spell_conditions(self) -> list[str]:
         """The conditions as text, such as `s0 >= 2`."""
-        return list(map(self._spell, self.conditions))
+        return list(map(self.spell, self.conditions))
 
     def resized(self, tensors: Sequence[Tensor], sizes: Mapping[Any, int]) -> list[tuple[int, ...]]:
         """Shapes like those of some tensors, with other sizes for some symbols."""
@@ -234,7 +234,8 @@ class ShapeCheck:
             if size in self._symbols
         }
 
-    def _spell(self, expression: Any) -> str:
+    def spell(self, expression: Any) -> str:
+        """A size or a condition as text, such as `s0 >= 2`."""
         names = {str(symbol): name for symbol, name in self._names.items()}
         return SYMBOL.sub(lambda match: names.get(match[0], match[0]), str(expression))
 

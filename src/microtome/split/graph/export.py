@@ -26,7 +26,7 @@ from microtome.split.graph.derived_facts import named_inputs
 from microtome.split.graph.exported_stage import (
     ExportedStage,
     ModelOutput,
-    ProgramInput,
+    ProgramTensor,
     StageMetadata,
     check_expressions,
     structure_digest,
@@ -126,10 +126,7 @@ def _describe(stage: Stage, graph: StageGraph, suffix: str) -> StageMetadata:
     """What a file says about the stage in it."""
     assert stage.example is not None
     arguments = named_inputs(stage.model, stage.example)
-    inputs = {
-        name: ProgramInput(list(map(str, shape)), str(dtype).removeprefix("torch."))
-        for name, shape, dtype in zip(graph.inputs, graph.shapes.spelled, graph.dtypes, strict=True)
-    }
+    inputs = zip(graph.inputs, graph.shapes.spelled, graph.dtypes, strict=True)
     return StageMetadata(
         model=type(stage.model).__qualname__,
         params=sum(parameter.numel() for parameter in stage.model.parameters()),
@@ -139,14 +136,19 @@ def _describe(stage: Stage, graph: StageGraph, suffix: str) -> StageMetadata:
         arguments=list(arguments),
         structure=structure_digest(stage.spec.inputs.text),
         plain=stage.spec.example.plain,
-        inputs=inputs,
+        inputs={name: _describe_tensor(shape, dtype) for name, shape, dtype in inputs},
         outputs=list(graph.outputs),
         output=None if stage.ends is not None or graph.plain is None else ModelOutput(graph.order, graph.plain),
         static=graph.static,
         torch=torch.__version__,
         opset=OPSET if suffix == ".onnx" else None,
         conditions=graph.shapes.spell_conditions(),
+        output_types={name: _describe_tensor(*one) for name, one in zip(graph.outputs, graph.results, strict=True)},
     )
+
+
+def _describe_tensor(shape: Sequence[str], dtype: torch.dtype) -> ProgramTensor:
+    return ProgramTensor(list(map(str, shape)), str(dtype).removeprefix("torch."))
 
 
 @contextmanager

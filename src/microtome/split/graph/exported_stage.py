@@ -32,8 +32,8 @@ _SCHEMA = 1
 _MAX_BYTES = 1 << 31
 
 
-class ProgramInput(NamedTuple):
-    """A tensor that a program takes; sizes that are no numbers are symbols, such as `s0`."""
+class ProgramTensor(NamedTuple):
+    """A tensor that a program takes or returns; sizes that are no numbers are symbols, such as `s0`."""
 
     shape: list[str]
     dtype: str
@@ -66,6 +66,7 @@ class StageMetadata(NamedTuple):
         opset: Of an ONNX model.
         quantized: `"int8"`: its weights are integers; None: they are those of the model.
         conditions: On the symbols in the shapes, such as `s0 >= 2`.
+        output_types: The tensors of `outputs`, by name; sizes may be expressions of the symbols, such as `s1//2`.
     """
 
     model: str
@@ -76,7 +77,7 @@ class StageMetadata(NamedTuple):
     arguments: list[str]
     structure: str
     plain: list[bool | int | float | str | None]
-    inputs: dict[str, ProgramInput]
+    inputs: dict[str, ProgramTensor]
     outputs: list[str]
     output: ModelOutput | None
     static: dict[str, str]
@@ -84,6 +85,7 @@ class StageMetadata(NamedTuple):
     opset: int | None = None
     quantized: str | None = None
     conditions: list[str] = []  # noqa: RUF012
+    output_types: dict[str, ProgramTensor] = {}  # noqa: RUF012
     schema: int = _SCHEMA
     kind: str = "stage"
 

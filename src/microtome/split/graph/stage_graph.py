@@ -38,6 +38,7 @@ class StageGraph(NamedTuple):
         outputs: The names of those that it returns: of a boundary, or paths in the model's output.
         shapes: The shapes that it accepts.
         dtypes: The dtypes that it accepts.
+        results: The shapes, as text, and the dtypes of the tensors that it returns.
         plain: The numbers and strings of the model's output; None: some depend on shapes.
         order: The positions among the outputs of the last stage, of each tensor in the model's output.
         static: Why sizes are fixed, by dimension of a tensor of `inputs` or of the model's arguments, such as `x[0]`.
@@ -50,6 +51,7 @@ class StageGraph(NamedTuple):
     outputs: tuple[str, ...]
     shapes: ShapeCheck
     dtypes: tuple[torch.dtype, ...]
+    results: list[tuple[list[str], torch.dtype]]
     plain: list[Any] | None
     order: list[int]
     static: dict[str, str]
@@ -246,8 +248,10 @@ def _capture(stage: Stage, example: Inputs, attempt: _Attempt) -> StageGraph:
     if stage.begins_at is not None:
         fixed = check.fixed_dims() | fixed
     dtypes = tuple(node.meta["val"].dtype for node in inputs)
+    tensors = [_value_of(node, captured) for node in map(source_of, ends)]
+    results = [([check.spell(shapes.size(size)) for size in tensor.shape], tensor.dtype) for tensor in tensors]
     found = StageGraph(
-        module, tuple(names), tuple(ends_names), check, dtypes, groups["plain"], groups["order"], fixed, {}, []
+        module, tuple(names), tuple(ends_names), check, dtypes, results, groups["plain"], groups["order"], fixed, {}, []
     )
     insert_checks(module, check)
     _try_size_one(stage, found, example, sizes)
@@ -260,6 +264,12 @@ def _capture(stage: Stage, example: Inputs, attempt: _Attempt) -> StageGraph:
         "not_one": found.not_one,
     }
     return found
+
+
+def _value_of(node: fx.Node, captured: CapturedRun) -> Tensor:
+    """The tensor of a node: a weight or a constant has no other description."""
+    value: Tensor = getattr(captured.graph, str(node.target)) if node.op == "get_attr" else node.meta["val"]
+    return value
 
 
 def _sizes_of(nodes: Iterable[fx.Node], shapes: SymbolicShapes) -> list[list[Any]]:
