@@ -26,7 +26,7 @@ def _llama() -> tuple[nn.Module, mt.Inputs]:
         vocab_size=256,
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=4,
+        num_hidden_layers=8,
         num_attention_heads=4,
         num_key_value_heads=4,
     )
@@ -65,6 +65,6 @@ def run() -> list[Target]:
     torch.set_num_threads(1)
     image = mt.Inputs(torch.randn(1, 3, 224, 224))
     return [
-        *_compare("llama, 4 layers of 64, 32 tokens", *_llama(), at="model.layers.1", rounds=300),
+        *_compare("llama, 8 layers of 64, 32 tokens", *_llama(), at="model.layers.3", rounds=300),
         *_compare("resnet50, batch 1", torchvision_model("resnet50"), image, at="layer2", rounds=20),
     ]

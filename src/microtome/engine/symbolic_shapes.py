@@ -215,7 +215,7 @@ class ShapeCheck:
 
     def resized(self, tensors: Sequence[Tensor], sizes: Mapping[Any, int]) -> list[tuple[int, ...]]:
         """Shapes like those of some tensors, with other sizes for some symbols."""
-        values = self._values_of(tensors) | sizes
+        values = {**self._values_of(tensors), **sizes}
         return [
             tuple([_evaluate(size, values, number) for size, number in zip(shape, tensor.shape, strict=True)])
             for shape, tensor in zip(self.shapes, tensors, strict=True)

@@ -51,7 +51,7 @@ class LocalModel:
                 source = self.splitter = Splitter(model, inputs)
             _check_stateless(source.state)
         else:
-            self._first, self._last = _first_and_last(list(model) if isinstance(model, list | tuple) else [model])
+            self._first, self._last = _first_and_last([*model] if isinstance(model, Sequence) else [model])
             source = self._first
             _check_stateless(source.state)
             if source.variants is not None and source.ends_at is not None:

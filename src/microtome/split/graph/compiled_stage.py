@@ -91,8 +91,9 @@ class CompiledStage(Stage):
             if missing or len(boundary.tensors) != len(self.graph_info.inputs):
                 got = ", ".join(boundary.tensors)
                 raise BadBoundary(f"expected the tensors {', '.join(self.graph_info.inputs)}, got {got:.200}")
-            tensors = (boundary.tensors[name] for name in self.graph_info.inputs)
-            return [tensor if self.device is None else moved(tensor, self.device) for tensor in tensors]
+            device = self.device
+            tensors = [boundary.tensors[name] for name in self.graph_info.inputs]
+            return tensors if device is None else [moved(tensor, device) for tensor in tensors]
         inputs = Inputs(*args, **kwargs)
         flat = self.flatten_inputs(inputs)
         check_structure("arguments of the head", self.spec.inputs, flat.spec, is_call=True)

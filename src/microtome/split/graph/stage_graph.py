@@ -352,7 +352,8 @@ def _record(stage: Stage, name: str, schedule: Schedule, inputs: Inputs, stack: 
     run.begin(StageState([]))
     run.record_inputs(stage.flatten_inputs(inputs))
     modules = stage.modules_of(schedule)
-    stops = [Stop(stage.last_module, when=run.is_complete)] if name == "ends" else []
+    last = stage.last_module if name == "ends" else None
+    stops = [] if last is None else [Stop(last, when=run.is_complete)]
     session = Session(stage.model, [run], stops, at=modules, fast_paths=True, other_threads="ignore", backward=False)
     stack.enter_context(session)
     return run
