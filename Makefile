@@ -44,7 +44,7 @@ test-executorch: $(VENV)/.dev ## the tests of programs of ExecuTorch; half a min
 	$(PIP) -e '.[executorch]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/split/test_executorch.py
 
-zoo: $(VENV)/.dev         ## compare with the published figures of torchvision, and verify cuts of some 480 models, and graphs of 40: two hours; SAVE=1 as below
+zoo: $(VENV)/.dev         ## compare with the published figures of torchvision, and verify cuts of some 480 models, and graphs of 40: hours; SAVE=1 as below
 	$(BIN)/python -m benchmarks.zoo $(if $(SAVE),--save)
 	$(BIN)/python -m benchmarks.split_zoo $(if $(SAVE),--save)
 	$(BIN)/python -m benchmarks.split_zoo.seeds
