@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import microtome as mt
 from microtome.cli import main
 from microtome.split.graph.exported_stage import load_exported
+from tests.remote.chains import CUTS, connected, serving
 from tests.remote.small import small
-from tests.remote.test_chain import CUTS, connected, serving
 
 pytest.importorskip("executorch.runtime", reason="needs microtome[executorch]")
 

@@ -42,7 +42,7 @@ class TensorLayout(NamedTuple):
 
 
 class DerivedFacts(NamedTuple):
-    """What crosses a cut for inputs of some shapes: the record, and the layout of each tensor."""
+    """The record of a boundary for inputs of some shapes, and the layout of each tensor."""
 
     record: BoundaryRecord
     tensors: dict[str, TensorLayout]

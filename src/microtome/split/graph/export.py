@@ -123,7 +123,7 @@ def _exclude_ones(graph: StageGraph, program: _Program, name: str, tolerance: fl
 
 
 def _describe(stage: Stage, graph: StageGraph, suffix: str) -> StageMetadata:
-    """What a file says about the stage in it."""
+    """The metadata of a file with this stage."""
     assert stage.example is not None
     arguments = named_inputs(stage.model, stage.example)
     inputs = zip(graph.inputs, graph.shapes.spelled, graph.dtypes, strict=True)

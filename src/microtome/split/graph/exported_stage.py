@@ -40,7 +40,7 @@ class ProgramTensor(NamedTuple):
 
 
 class ModelOutput(NamedTuple):
-    """How the model's output is made of the tensors that the last program returns.
+    """The model's output, made of the tensors that the last program returns.
 
     Attributes:
         tensors: Positions among them, in the order of the output; plain: the other values in it.
@@ -51,7 +51,7 @@ class ModelOutput(NamedTuple):
 
 
 class StageMetadata(NamedTuple):
-    """What a program says about itself.
+    """The metadata of a program.
 
     Attributes:
         model: The qualified name of the model's class.
@@ -111,7 +111,7 @@ class ExportedStage:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What the file says about itself: model, fingerprint, cuts, names, shapes and dtypes."""
+        """The metadata of the file: model, fingerprint, cuts, names, shapes and dtypes."""
         plain: dict[str, Any] = to_plain(self.details, compact=True)
         return plain
 

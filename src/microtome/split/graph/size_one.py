@@ -24,7 +24,7 @@ from microtome.split.stage import Stage
 
 
 class OneRow(NamedTuple):
-    """What a stage takes and returns where a symbol is 1.
+    """Arguments and outputs of a stage where a symbol is 1.
 
     Attributes:
         symbol: The symbol.
@@ -86,7 +86,7 @@ def _crop(tensor: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _input_of(stage: Stage, inputs: Inputs) -> Inputs | Boundary:
-    """What a stage takes for inputs of the model; random numbers if the weights before it are not here."""
+    """The arguments of a stage for inputs of the model; random numbers if the weights before it are not here."""
     found = example_of(stage, inputs)
     if found is not None:
         return found

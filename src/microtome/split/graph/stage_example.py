@@ -1,4 +1,4 @@
-"""What a stage takes and returns on an example."""
+"""Arguments and outputs of a stage on an example."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from microtome.split.stage import Stage
 
 
 def example_of(stage: Stage, inputs: Inputs | None = None) -> Inputs | Boundary | None:
-    """What the stage takes for inputs of the model; None: the weights before it are not here.
+    """The arguments of the stage for inputs of the model; None: the weights before it are not here.
 
     Args:
         inputs: None: those that the model was split on.

@@ -67,8 +67,8 @@ class StageGraph(NamedTuple):
         self.module.meta["conditions"] = self.shapes.spell_conditions()
 
 
-class _Attempt(NamedTuple):
-    """Which sizes of the inputs are symbols.
+class _SymbolChoice(NamedTuple):
+    """A choice of the sizes of the inputs that are symbols.
 
     Attributes:
         dims: The number of leading dimensions of each input with sizes that may be symbols; None: all.
@@ -104,14 +104,14 @@ def capture_stage(stage: Stage, *, dynamic: bool = True, reject: Check = lambda 
     larger = _enlarge_batch(fill_inputs(own, stage.device))
     reason = "dynamic=False"
     for dims in (None, 1) if dynamic else ():
-        found = _capture_with_visible_sizes(stage, larger, _Attempt(dims, reason, {}))
+        found = _capture_with_visible_sizes(stage, larger, _SymbolChoice(dims, reason, {}))
         if isinstance(found, Unsupported):
             reason = str(found)
         elif (rejected := reject(found)) is None:
             return found
         else:
             reason = rejected
-    captured = _capture(stage, own, _Attempt(0, reason, {}))
+    captured = _capture(stage, own, _SymbolChoice(0, reason, {}))
     captured.static.update(dict.fromkeys(captured.static, reason))  # also of the tensors that cross
     return captured
 
@@ -161,7 +161,7 @@ def _compare(stage: Stage, graph: StageGraph, tensors: Sequence[Tensor], expecte
     return compare_outputs(got, expected, name)
 
 
-def _capture_with_visible_sizes(stage: Stage, example: Inputs, attempt: _Attempt) -> StageGraph | Unsupported:
+def _capture_with_visible_sizes(stage: Stage, example: Inputs, attempt: _SymbolChoice) -> StageGraph | Unsupported:
     """Capture a stage; sizes that it needs and cannot see are fixed."""
     while True:
         try:
@@ -217,7 +217,7 @@ def _enlarge_batch(inputs: Inputs) -> Inputs:
     return Inputs(*args, **kwargs)
 
 
-def _capture(stage: Stage, example: Inputs, attempt: _Attempt) -> StageGraph:
+def _capture(stage: Stage, example: Inputs, attempt: _SymbolChoice) -> StageGraph:
     named = list(named_inputs(stage.model, example).items())
     dims = [(id(tensor), dim, f"{name}[{dim}]") for name, tensor in named for dim in range(tensor.dim())]
     fixed = {name: why for _, dim, name in dims if (why := attempt.fixes(dim, name)) is not None}
