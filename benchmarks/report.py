@@ -83,7 +83,8 @@ def summary() -> str:
         "# Benchmarks",
         "",
         "`make bench SAVE=1`, `make bench-gpu SAVE=1` and `make bench-remote SAVE=1` write [results](results) and this",
-        f"page. {len(met)} of {len(met) + len(missed)} targets are met; the results say why the others are missed.",
+        f"page. {len(met)} of {len(met) + len(missed)} targets are met. Results say why others are missed, where it is",
+        "known.",
     ]
     for heading, rows in (("Missed", missed), ("Met", met)):
         lines += ["", f"## {heading}", "", *columns, *rows]
