@@ -69,6 +69,7 @@ UNCHECKED = {
     "disable_dynamo": "needs dynamo, which is slow to import",
     "disabled_torch_function": "is Tensor's own, tested by torch",
     "grouped_product_output": "needs decompositions, which are slow to import",
+    "interpret_sizes": "captures graphs alone, which are compared with the stage",
     "is_compiled_function": "needs dynamo, which is slow to import; for a note",
     "is_dynamo_imported": "reads sys.modules",
     "is_functorch_wrapped": "needs functorch, which is slow to import",
