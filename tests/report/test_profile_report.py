@@ -197,6 +197,18 @@ def test_it_is_said_where_rows_are_without_the_layers_inside_them(p: mt.Profile)
         assert "(own): the layer itself, without the layers inside it" in text(p, view)
 
 
+def test_a_row_without_the_layers_inside_it_differs_in_its_name_from_that_of_the_whole(p: mt.Profile) -> None:
+    view = RowSelection(sort="params", depth=1, columns=("params", "macs"))
+    shown = text(p, view)
+    assert ["(root) (add, arange)", "0", "0"] in rows(shown)
+    assert "(root) (add, arange): the layer itself, without the layers inside it" in shown
+    assert ",Decoder (own),0,0" in csv(p, view).splitlines()
+    # The shape of what the root returns is not that of a sum inside it.
+    assert ["(root) (add, arange)", ""] in rows(text(p, RowSelection(granularity=1, columns=("outputs",))))
+    assert ["(add, arange)", ""] in rows(text(p, RowSelection(columns=("outputs",))))
+    assert next(iter(p.rows(depth=1))).output_bytes is None
+
+
 class Functional(nn.Module):
     """A layer, and the product of its output with itself."""
 
@@ -433,7 +445,7 @@ def test_sums_that_leave_operators_out_are_marked() -> None:
     ]
     assert "≥: without operators that have no formula; shares are of what is counted" in text(p)
     assert "| (root) | ≥ 27 | ≥ 63 |" in markdown(p, RowSelection(columns=chosen))
-    assert csv(p, RowSelection(columns=chosen)).splitlines()[1] == ",27,63"
+    assert csv(p, RowSelection(columns=chosen)).splitlines()[1] == ",Sequential,27,63"
     groups = {line[0]: line[1:] for line in rows(text(p, RowSelection(by="type", columns=chosen)))}
     assert groups["Linear"] == ["27", "54"]
     assert groups["total"] == ["≥ 27", "≥ 63"]

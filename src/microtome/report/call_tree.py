@@ -86,7 +86,7 @@ class _CallTree:
         children = [self._profile.children(call) for call in calls]
         own = [row for call in calls if (row := self._own_row(call)) is not None] if children[0] else []
         if own:
-            yield TreeRow(own[0] if len(own) == 1 else merge_rows(own), _operators(first), depth + 1, is_own=True)
+            yield TreeRow(own[0] if len(own) == 1 else merge_rows(own), operators_of(first), depth + 1, is_own=True)
         for block in self._blocks(children[0]):
             inner = [siblings[index] for siblings in children for index in block]
             name = _name(children[0], block)
@@ -143,7 +143,7 @@ def _numbered(row: Row) -> tuple[str, str]:
     return stem, name[len(stem) :]
 
 
-def _operators(row: Row) -> str:
+def operators_of(row: Row) -> str:
     """Return the names of the operators between the modules of a call, the most expensive first; views cost nothing."""
     ops = sorted(
         (op for op in row.ops if op.flops or op.moved_bytes), key=lambda op: (-(op.flops or 0), -op.moved_bytes)

@@ -68,7 +68,7 @@ def report(profile: Profile, view: RowSelection | None = None, medium: Medium = 
     notes = (
         *_missing(profile, [known[name] for name in names], rows),
         *profile_notes(profile),
-        *_notes(profile, view, dict(zip(columns, cells, strict=True)), len(rows)),
+        *_notes(profile, view, dict(zip(columns, cells, strict=True)), pairs),
     )
     return Report(profile.heading, (table,), notes, figures=_figures(profile))
 
@@ -76,12 +76,17 @@ def report(profile: Profile, view: RowSelection | None = None, medium: Medium = 
 def _capped(profile: Profile, rows: list[Any]) -> list[int]:
     """Return the indices of the rows that a notebook shows: all, or the first, the last and the costliest."""
     metric = next(METRICS[name] for name in _COSTS if METRICS[name].of(profile.total) is not None)
-    calls = [(index, row) for index, row in enumerate(rows) if isinstance(row, Row) and not row.type.endswith(OWN)]
+    calls = [(index, row) for index, row in enumerate(rows) if isinstance(row, Row) and not _is_own(row)]
     indices = {row.address: index for index, row in calls}
     parents = [
         indices.get(row.parent or "") if isinstance(row, Row) and row.parent is not None else None for row in rows
     ]
     return cap([metric.of(row) for row in rows], _NOTEBOOK_ROWS, parents)
+
+
+def _is_own(row: Any) -> bool:
+    """Whether a row is that of a call without the calls inside it."""
+    return isinstance(row, Row) and row.type.endswith(OWN)
 
 
 def records(profile: Profile, view: RowSelection | None = None) -> list[dict[str, Any]]:
@@ -93,7 +98,8 @@ def records(profile: Profile, view: RowSelection | None = None) -> list[dict[str
     columns = [columns_of(view.by)[name] for name in view.columns]
     selected: list[dict[str, Any]] = []
     for row, record in pairs:
-        selected.append({name: record[name] for name in ("address", "name") if name in record})
+        # The type distinguishes what is a call's own, whose address is that of the call.
+        selected.append({name: record[name] for name in ("address", "type", "name") if name in record})
         for column in columns:
             selected[-1] |= column.raw(row, record, profile)
     return selected
@@ -169,7 +175,9 @@ def _missing(profile: Profile, columns: list[CallColumn], rows: list[Any]) -> li
     return [*(f"{label}: {why}" for label, why in reasons.items() if why is not None), *filter(None, raised)]
 
 
-def _notes(profile: Profile, view: RowSelection, columns: dict[Column, list[Cell]], shown: int) -> list[str | Note]:
+def _notes(
+    profile: Profile, view: RowSelection, columns: dict[Column, list[Cell]], pairs: list[tuple[Any, str]]
+) -> list[str | Note]:
     """Return notes that explain the signs in the cells, and how many rows are left out."""
 
     def where(sign: str) -> tuple[Column, ...]:
@@ -190,6 +198,8 @@ def _notes(profile: Profile, view: RowSelection, columns: dict[Column, list[Cell
         notes.append("costs are those of a layer itself, without the layers inside it")
     elif own := where(OWN):
         notes.append(Note(f"{OWN}: the layer itself, without the layers inside it", own))
+    elif not view.is_tree and (name := next((name for row, name in pairs if _is_own(row)), None)) is not None:
+        notes.append(f"{name}: the layer itself, without the layers inside it")
     if view.is_tree:
         tree = tree_rows(profile, expand=view.expand, calls_only=view.calls_only)
         depth = depth_of(tree) if view.depth is None else view.depth
@@ -206,6 +216,6 @@ def _notes(profile: Profile, view: RowSelection, columns: dict[Column, list[Cell
         if view.depth is None and depth < deepest(profile):
             notes.append(f"shown to depth {depth} of {deepest(profile)}")
     whole = len(rows_of(profile, replace(view, top=None)))
-    if shown < whole:
-        notes.append(f"{shown} of {whole} rows shown; the total includes all")
+    if len(pairs) < whole:
+        notes.append(f"{len(pairs)} of {whole} rows shown; the total includes all")
     return notes

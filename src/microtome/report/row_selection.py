@@ -8,9 +8,10 @@ from typing import Any
 
 from microtome.errors import BadQuery
 from microtome.report.call_columns import OWN, call_columns, columns_of
-from microtome.report.call_tree import TreeRow, tree_rows
+from microtome.report.call_tree import TreeRow, operators_of, tree_rows
 from microtome.results.metrics import Metric, find_choice, why_unknown
 from microtome.results.profile import Profile
+from microtome.results.rows import Row
 
 #: The most rows, about, of a table without an explicit depth.
 _ROWS = 60
@@ -74,7 +75,7 @@ def rows_of(profile: Profile, view: RowSelection) -> list[tuple[Any, str]]:
             if is_by_depth
             else {"granularity": 1 if view.granularity is None else view.granularity}
         )
-        rows = [(row, row.address or "(root)") for row in profile.rows(**options)]
+        rows = [(row, _name(row)) for row in profile.rows(**options)]
     if view.sort is not None:
         metric = call_columns()[view.sort].metric
         assert metric is not None
@@ -84,6 +85,12 @@ def rows_of(profile: Profile, view: RowSelection) -> list[tuple[Any, str]]:
             raise BadQuery(f"no row has a value of {view.sort!r} to sort by: {why_unknown(profile, metric)}")
         rows.sort(key=lambda pair: -(_number(pair[0], metric) or 0))
     return rows[: view.top]
+
+
+def _name(row: Row) -> str:
+    """Return the name of a row outside a tree, with the operators if it has those of a call alone."""
+    name = row.address or "(root)"
+    return f"{name} {operators_of(row)}" if row.type.endswith(OWN) else name
 
 
 def _number(row: Any, metric: Metric) -> float | None:

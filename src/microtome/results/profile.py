@@ -203,7 +203,10 @@ class Profile(Result, kind="profile", schema=2):
             yield from self._cover(child, depth, granularity)
 
     def own_row(self, row: Row) -> Row | None:
-        """Return the row of a call without the calls inside it, with `(own)` in its type; None if it costs nothing."""
+        """Return the row of a call without the calls inside it, with `(own)` in its type; None if it costs nothing.
+
+        What it receives and returns is that of the whole call, and of its operators it is not known.
+        """
         if not any(getattr(row.own, name) for name in AMOUNTS):
             return None
         whole = [name for name, metric in METRICS.items() if metric.adds_up != "sum" and metric.requires]
@@ -211,6 +214,7 @@ class Profile(Result, kind="profile", schema=2):
         # Further calls of a child share the parameters of its first call. Tied siblings may share more than the whole.
         inside = {child.path: child.shared_params for child in reversed(self.children(row))}
         shared = max(row.shared_params - sum(inside.values()), 0)
+        own |= {"inputs": (), "outputs": (), "output_bytes": None}
         return replace(row, type=f"{row.type} (own)", shared_params=shared, **own)  # what was measured is of the whole
 
     def by_type(self) -> dict[str, Group]:
