@@ -38,6 +38,7 @@ MISTAKES = [
     ("profile zoo:tiny-vit --columns tme", r"no column 'tme': did you mean 'time'\?"),
     ("profile zoo:tiny-vit --sort tme", r"no column 'tme' to sort by: did you mean 'time'\?"),
     ("profile zoo:tiny-vit --repeat -1 --time", r"Invalid value for '--repeat': -1 is not in the range x>=3"),
+    ("profile zoo:tiny-vit --repeat 50", r"--repeat needs something to measure: add --time"),
     ("profile zoo:tiny-vit --energy --meter nvlm", r"expected a meter of nvml, .*, got 'nvlm'"),
     ("cuts zoo:tiny-vit --best byte", r"'byte' is not one of 'bytes', 'head_macs'"),
     ("graph zoo:tiny-vit", r"expected an output: --svg F or --dot F"),

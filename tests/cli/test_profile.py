@@ -127,6 +127,20 @@ def test_weights_are_loaded(tmp_path: Path) -> None:
         (["zoo:tiny-vit", "--time", "--budget", "0"], "0 is not in the range"),
         (["zoo:tiny-vit", "--energy", "--meter", "crystal"], "expected a meter of nvml"),
         (["zoo:tiny-vit", "--energy-model", "flop"], "watts=W, got 'flop'"),
+        (["zoo:tiny-vit", "--repeat", "50"], "--repeat needs something to measure: add --time"),
+        (["zoo:tiny-vit", "--warmup", "5", "--memory"], "--warmup needs something to measure: add --time"),
+        (["zoo:tiny-vit", "--budget", "1"], "--budget needs something to measure: add --time"),
+        (["zoo:tiny-vit", "--device-time", "graph", "--load"], "--device-time needs something to measure: add --time"),
+        (["zoo:tiny-vit", "--energy-method", "replay", "--time"], "--energy-method needs energy to distribute: add"),
+        (
+            ["zoo:tiny-vit", "--energy-method", "share", "--energy-model", "flop=1e-12"],
+            "--energy-method is of measured energy: leave out --energy-model",
+        ),
+        (["zoo:tiny-vit", "--meter", "nvml", "--time"], "--meter needs something to measure: add --energy"),
+        (
+            ["zoo:tiny-vit", "--meter", "nvml", "--energy-model", "flop=1e-12"],
+            "--meter needs something to measure: leave out --energy-model",
+        ),
         (["zoo:tiny-vit", "--energy", "--meter", "csv:/no/file"], "/no/file does not exist"),
         (["zoo:tiny-vit", "--device", "cpu", "--meta"], "choose one of --meta and --device"),
         (

@@ -406,6 +406,8 @@ def test_a_warning_is_a_line_without_source_code(tmp_path: Path) -> None:
         (["run", MODEL, "--server", "{server}", "--at", "layer1", "--data", "{flat}"], "\n  in the call 'stem"),
         (["run", MODEL, "--server", "{server}", "--at", "", "--data", "{flat}"], "could not answer: RuntimeError"),
         (["run", MODEL, "--server", "{server}", "--data", "a", "--repeat", "2"], "choose one of --data and --repeat"),
+        (["run", MODEL, "--server", "{server}", "--batch", "4"], "--batch is the batch of --data: of the example"),
+        (["serve", MODEL, "--batch-window", "5ms"], "--batch-window is how long a batch waits for others: add --batch"),
         (["run", MODEL, "--server", "{server}", "--deadline", "0"], "expected a time of more than 0"),
         (["run", MODEL, "--server", "{server}", "--deadline", "soon"], "in seconds, got 'soon'"),
         (["run", MODEL, "--server", "{server}", "--device", "meta"], "--device meta: expected a device"),

@@ -277,6 +277,15 @@ def test_a_row_of_its_own_has_no_spread_of_the_whole() -> None:
         ({"measure": "energy", "meter": Steady}, "expected a Meter, its name or 'csv:FILE'"),
         ({"measure": True}, "expected measure to be one or several of 'time'"),
         ({"measure": ""}, "expected measure to be of"),
+        # Also without a measurement.
+        ({"depth": -1}, "expected depth to be 0 or more, got -1"),
+        ({"repeat": "a"}, "expected repeat to be an integer, got 'a'"),
+        ({"warmup": -1}, "expected warmup to be 0 passes or more, got -1"),
+        ({"budget_s": -1}, "expected budget_s to be above 0 seconds, got -1"),
+        ({"meter": "foo"}, "expected a meter of .*, got 'foo'"),
+        ({"energy": "foo"}, "expected energy to be 'share', 'replay' or an EnergyModel, got 'foo'"),
+        ({"device_time": "foo"}, "expected device_time to be one of 'kernels', 'graph', got 'foo'"),
+        ({"measure": [], "depth": "a"}, "expected depth to be an integer, got 'a'"),
     ],
 )
 def test_options_of_a_wrong_type_raise(options: dict[str, Any], message: str) -> None:

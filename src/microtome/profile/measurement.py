@@ -56,13 +56,14 @@ class MeasurementSpec:
 
     @classmethod
     def parse(cls, measure: Collection[str], schedule: PassSchedule, **options: Any) -> MeasurementSpec | None:
-        """Create one from the arguments of `profile`; None if there is nothing to measure."""
+        """Check the arguments of `profile`, and return None if there is nothing to measure."""
         try:
             quantities = frozenset((measure,) if isinstance(measure, str) else measure)
         except TypeError as error:
             expected = ", ".join(map(repr, QUANTITIES))
             raise BadQuery(f"expected measure to be one or several of {expected}, got {measure!r}") from error
-        return cls(quantities, schedule, **options) if quantities else None
+        spec = cls(quantities, schedule, **options)
+        return spec if quantities else None
 
     @property
     def needs_runs(self) -> bool:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from microtome.flops.conventions.base import Convention
     from microtome.profile.accelerator import DeviceTimeMethod
     from microtome.profile.energy import EnergyModel
-    from microtome.profile.measurement import MeasurementSpec
     from microtome.profile.passes import Progress
     from microtome.results.phases import Phases
     from microtome.results.profile import Coverage, Profile
@@ -127,21 +126,18 @@ def profile(
     [('layer1.0.conv1', 1179648), ('layer1.0.conv2', 1179648)]
     """
     from microtome.flops.conventions import find_convention  # imported when needed: see `microtome.profile`
+    from microtome.profile.measurement import MeasurementSpec
+    from microtome.profile.passes import PassSchedule
 
-    spec: MeasurementSpec | None = None
-    if not isinstance(measure, tuple) or measure:
-        from microtome.profile.measurement import MeasurementSpec
-        from microtome.profile.passes import PassSchedule
-
-        spec = MeasurementSpec.parse(
-            measure,
-            PassSchedule(repeat, budget_s, warmup, progress),
-            depth=depth,
-            device_time=device_time,
-            energy=energy,
-            meter=meter,
-            backward=backward,
-        )
+    spec = MeasurementSpec.parse(
+        measure,
+        PassSchedule(repeat, budget_s, warmup, progress),
+        depth=depth,
+        device_time=device_time,
+        energy=energy,
+        meter=meter,
+        backward=backward,
+    )
     priced_by = find_convention(convention)
     check_model(model)
     if inputs is ...:

@@ -16,6 +16,7 @@ from microtome.cli.options.model import ModelOptions, model_options, wrap_model_
 from microtome.cli.options.numbers import Number, WholeNumber
 from microtome.cli.options.outputs import Outputs, output_options
 from microtome.cli.options.repetition import Command, list_option
+from microtome.cli.options.requirements import refuse_options
 from microtome.cli.progress import print_notes, show_progress
 from microtome.cli.token_printer import TokenPrinter
 from microtome.errors import BadInputs, MicrotomeError, Unsupported, describe_error
@@ -94,10 +95,10 @@ def generate(
     """
     if (prompt is None) == (ids is None):
         raise click.UsageError("expected one of --prompt and --ids")
-    if server is None and (codec is not None or no_fallback):
-        raise click.UsageError(f"{'--no-fallback' if no_fallback else '--codec'} applies to a server: add --server")
-    if top_k is not None and not temperature:
-        raise click.UsageError("--top-k applies to draws: add --temperature")
+    if server is None:
+        refuse_options(("codec", "no_fallback", "timeout"), "applies to a server: add --server")
+    if not temperature:
+        refuse_options(("top_k", "seed"), "applies to draws: add --temperature")
     import_torch()
     import torch
 

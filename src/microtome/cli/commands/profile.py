@@ -16,6 +16,7 @@ from microtome.cli.options.numbers import Number, WholeNumber
 from microtome.cli.options.outputs import Outputs, check_opened, open_option, open_page, output_options
 from microtome.cli.options.prompt import check_prompt, make_prompt, note_base_model, prefill_option
 from microtome.cli.options.repetition import Command, list_option
+from microtome.cli.options.requirements import refuse_options
 from microtome.cli.progress import print_notes, show_progress
 from microtome.errors import MicrotomeError
 
@@ -98,6 +99,7 @@ def profile(
         resolve_columns(selection)
     options["energy"] |= energy_model is not None
     measure = [name for name in ("time", "memory", "energy", "load") if options.pop(name)]
+    _check_measured(measure, is_estimated=energy_model is not None)
     html_file = outputs.files["html"]
     check_opened(html_file, "--html", is_opened=is_opened)
     if "time" not in measure and (outputs.files["perfetto"] or outputs.files["speedscope"]):
@@ -159,6 +161,21 @@ def profile(
         _write_profile(result, selection, outputs, cuts, is_selected=is_selected)
     if html_file is not None and is_opened:
         open_page(html_file)
+
+
+def _check_measured(measure: list[str], *, is_estimated: bool) -> None:
+    """Raise if an option of measurements is set that nothing of what is measured uses."""
+    if not {"time", "energy", "load"} & set(measure):
+        refuse_options(("warmup", "repeat", "budget_s"), "needs something to measure: add --time")
+    if not {"time", "energy"} & set(measure):
+        refuse_options(("device_time",), "needs something to measure: add --time")
+    if "energy" not in measure:
+        refuse_options(("energy_method",), "needs energy to distribute: add --energy")
+    if is_estimated:
+        refuse_options(("energy_method",), "is of measured energy: leave out --energy-model")
+    if "load" not in measure and (is_estimated or "energy" not in measure):
+        hint = "leave out --energy-model" if is_estimated else "add --energy"
+        refuse_options(("meter",), f"needs something to measure: {hint}")
 
 
 def _check_phases(phases: list[str], outputs: Outputs, *, backward: bool) -> None:

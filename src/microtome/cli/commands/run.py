@@ -19,6 +19,7 @@ from microtome.cli.options.model import ModelOptions, model_options, wrap_model_
 from microtome.cli.options.numbers import WholeNumber
 from microtome.cli.options.outputs import Outputs, check_distinct, output_options
 from microtome.cli.options.repetition import Command
+from microtome.cli.options.requirements import refuse_options
 from microtome.cli.progress import print_notes, show_progress
 from microtome.errors import RemoteError, SensorFailed
 
@@ -82,6 +83,8 @@ def run(
     """
     if data is not None and repeat is not None:
         raise click.UsageError("choose one of --data and --repeat")
+    if data is None:
+        refuse_options(("batch",), "is the batch of --data: of the example inputs, set that of --input")
     check_distinct(outputs.files | {"to": to})
     import_torch()
     from microtome.cli.tensor_files import describe_tensors, open_tensors

@@ -17,6 +17,7 @@ from microtome.cli.options.durations import duration
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
 from microtome.cli.options.numbers import WholeNumber
 from microtome.cli.options.repetition import Command
+from microtome.cli.options.requirements import refuse_options
 from microtome.cli.progress import show_progress
 from microtome.units import plural
 
@@ -84,6 +85,8 @@ def serve(
     """
     if stage is not None and model.stages is None:
         raise click.UsageError("--stage is the number of a stage in a folder: add --stages FOLDER")
+    if options["batch"] == 1:
+        refuse_options(("batch_window",), "is how long a batch waits for others: add --batch")
     import_torch()
     from microtome.remote.logs import log_to_stderr
     from microtome.remote.peers import raise_descriptor_limit
