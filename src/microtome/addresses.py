@@ -232,6 +232,22 @@ def path_not_found(path: str, paths: Iterable[str]) -> NoMatch:
     return NoMatch(f"no module at path {path!r}. {suggest_address(path, paths)}")
 
 
+def not_captured(
+    name: str, captured: Iterable[str], modules: Collection[str], hint: str = "add it to the selectors"
+) -> NoMatch:
+    """The error for a name of which nothing was captured: of a module of the model, or of none.
+
+    Args:
+        captured: The addresses of what was captured.
+        modules: The paths of the modules of the model.
+    """
+    captured = list(captured)
+    path = split_call_index(expand_root(name))[0]
+    if path not in modules or path in _with_paths(captured):
+        return path_not_found(name, captured)
+    return NoMatch(f"{name!r} was not captured; captured: {_enumerate(captured)}: {hint}")
+
+
 def suggest_address(name: str, names: Iterable[str]) -> str:
     """A sentence with the addresses that a name in a table or of a part of one stands for, or with similar ones."""
     names = [other for other in names if other]

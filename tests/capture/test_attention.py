@@ -850,6 +850,8 @@ def test_a_layer_is_found_by_the_module_that_contains_it_alone() -> None:
         found["blocks"]
     with pytest.raises(NoMatch, match="no module at path 'block'. Did you mean"):
         found["block"]
+    with pytest.raises(NoMatch, match=r"'blocks.0' was not captured; captured: 'blocks.1.attn', .*: add it to layers"):
+        found["blocks.0"]
 
 
 def test_a_shared_layer_has_all_its_names() -> None:

@@ -362,6 +362,18 @@ def test_inputs_and_gradients_that_were_not_captured_raise() -> None:
         feats["1"]
 
 
+def test_a_module_that_was_not_captured_is_distinguished_from_none() -> None:
+    model, x = zoo.build("tiny-resnet")
+    feats = mt.extract(model, x, "layer1", inputs=True, grad=True)
+    for get in (feats.__getitem__, feats.calls, feats.inputs, feats.grad):
+        with pytest.raises(NoMatch, match="'layer2' was not captured; captured: 'layer1': add it to the selectors"):
+            get("layer2")
+    with pytest.raises(NoMatch, match="no module at path 'layr1'. Did you mean 'layer1'"):
+        feats["layr1"]
+    with pytest.raises(NoMatch, match="no module at path 'layer1#1'"):
+        feats["layer1#1"]
+
+
 def test_a_model_with_fast_paths_gives_what_it_gives_alone_and_its_insides_too() -> None:
     model = nn.TransformerEncoder(
         nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2, enable_nested_tensor=False

@@ -18,7 +18,7 @@ from microtome.capture.module_capture import ModuleCapture, OpCapture
 from microtome.capture.retention import Clone, Retention
 from microtome.capture.targets import Targets
 from microtome.engine import Selector, Session, Stopped
-from microtome.engine.selectors import check_model, path_aliases
+from microtome.engine.selectors import check_model, module_paths, path_aliases
 from microtome.engine.signals import grad_mode
 from microtome.errors import BadQuery
 from microtome.flops.composite import COMPOSITE_FORMULAS
@@ -117,7 +117,9 @@ class FeatureExtractor:
         targets = self._targets
         order = order_of(self._model, run, fast_paths=targets.fast_paths) if self._stop else None
         capture = self._make_capture()
-        return _Plan(order, capture, self._open_session(capture, order), path_aliases(self._model))
+        return _Plan(
+            order, capture, self._open_session(capture, order), path_aliases(self._model), module_paths(self._model)
+        )
 
     def _narrow(self, plan: _Plan) -> None:
         """Observe only the selected modules, and operators only where captured tensors may be mutated later."""
@@ -158,7 +160,7 @@ class FeatureExtractor:
                 if stopped.call is not capture.stopped_at:  # another session's
                     raise
                 feats.stopped = True
-            capture.finish(self._model, (run.args, run.kwargs), feats._output, plan.other_names)
+            capture.finish(self._model, (run.args, run.kwargs), feats._output, plan.other_names, plan.module_paths)
         finally:
             capture.end()
         return feats
@@ -178,4 +180,5 @@ class _Plan:
     capture: ModuleCapture
     session: Session
     other_names: dict[str, str]
+    module_paths: frozenset[str]
     is_narrow: bool = False

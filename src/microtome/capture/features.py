@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
-from microtome.addresses import Addresses, path_not_found
+from microtome.addresses import Addresses, not_captured
 from microtome.errors import BadQuery, NoMatch
 from microtome.files.reading import File
 from microtome.inputs import Inputs
@@ -37,6 +37,7 @@ class Features(Mapping[str, Any]):
         self._grads: dict[str, Callable[[], Any]] = {}
         self._output: list[Any] = []  # empty if the run was stopped
         self._other_names: dict[str, str] = {}
+        self._module_paths: frozenset[str] = frozenset()  # of the model
 
     def __getitem__(self, name: str) -> Any:
         """Return the output of the last call of the module at a path, or of the call at an address."""
@@ -146,4 +147,4 @@ class Features(Mapping[str, Any]):
     def _missing_error(self, name: str) -> NoMatch:
         if name in self.never_ran:
             return NoMatch(f"{name!r} was selected and never ran")
-        return path_not_found(name, self.addresses)
+        return not_captured(name, self.addresses, self._module_paths)

@@ -130,11 +130,14 @@ class ModuleCapture(Probe):
                 tensors = (tensor for tensor in tensors_in(retained) if not tensor.is_inference())
                 self._unwatched = [(tensor, versions_of([tensor])) for tensor in tensors]
 
-    def finish(self, model: nn.Module, inputs: Any, output: Any, other_names: dict[str, str]) -> None:
+    def finish(
+        self, model: nn.Module, inputs: Any, output: Any, other_names: dict[str, str], module_paths: frozenset[str]
+    ) -> None:
         """Copy captured tensors that share memory with the model or the user, and check that all targets ran.
 
         Args:
             other_names: Further paths of modules, each with the path that calls carry.
+            module_paths: The paths of all modules.
         """
         feats = self.features
         if any(versions_of([tensor]) != versions for tensor, versions in self._unwatched):
@@ -146,7 +149,7 @@ class ModuleCapture(Probe):
             attributes = [vars(module) for _, module in named_modules(model)]
             for tensor in tensors_in((attributes, inputs, output)):
                 self._copy_on_write.copy_sharing(tensor)
-        feats._other_names = other_names
+        feats._other_names, feats._module_paths = other_names, module_paths
         names = {path: list(names) for path, names in self._op_names.items()}
         feats.never_ran = self._targets.check(feats._values, self._last_calls, names, is_complete=self._observes_all)
 

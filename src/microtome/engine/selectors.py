@@ -58,6 +58,11 @@ def path_aliases(model: nn.Module) -> dict[str, str]:
     return aliases | {path: name for path, name in unwrapped.items() if path not in paths}
 
 
+def module_paths(model: nn.Module) -> frozenset[str]:
+    """The paths of all modules, shared ones under each of their names."""
+    return frozenset(path for path, _ in named_modules(model, remove_duplicate=False))
+
+
 #: The attributes in which wrappers keep a module, and the classes that use them: compiled modules, FSDP, activation
 #: checkpointing, DataParallel and DistributedDataParallel, averaged models, peft, and Lightning.
 _WRAPPERS: dict[str, tuple[str, ...]] = {

@@ -11,13 +11,13 @@ from typing import Any, Literal, SupportsFloat, overload
 import torch
 from torch import Tensor, nn
 
-from microtome.addresses import Addresses, path_not_found
+from microtome.addresses import Addresses, not_captured
 from microtome.capture.attention.fused_weights import Heads, Rows, WeightRange
 from microtome.capture.attention.probe import ATTENTION, AttentionProbe
 from microtome.capture.retention import check_device
 from microtome.engine import Selector, Session
 from microtome.engine.pytree import tensors_in
-from microtome.engine.selectors import CallSelection, check_model, path_aliases
+from microtome.engine.selectors import CallSelection, check_model, module_paths, path_aliases
 from microtome.errors import BadQuery, NoMatch
 from microtome.files.reading import File
 from microtome.inputs import Inputs
@@ -79,6 +79,7 @@ def attention(
         selected.rows,
         path_aliases(model),
         of_image=any(map(is_image, tensors_in((run.args, run.kwargs)))),
+        modules=module_paths(model),
     )
 
 
@@ -126,6 +127,7 @@ class Attention(Sequence[Tensor]):
         heads: The captured heads; None: all.
         rows: The captured query rows; None: all.
         others: Further names of shared modules, which can be used as addresses too.
+        modules: The paths of all modules of the model.
         of_image: Whether the tokens may be the patches of an image, since the model took one.
     """
 
@@ -135,6 +137,7 @@ class Attention(Sequence[Tensor]):
     rows: Rows = None
     others: Mapping[str, str] = field(default_factory=dict)
     of_image: bool = True
+    modules: frozenset[str] = frozenset()
 
     @property
     def weights(self) -> Tensor:
@@ -172,7 +175,7 @@ class Attention(Sequence[Tensor]):
         if len(inside) > 1:
             raise NoMatch(f"{name!r} has {len(inside)} layers of attention: say which of {_join_some(inside)}")
         if not inside:
-            raise path_not_found(name, self.layers)
+            raise not_captured(name, self.layers, self.modules, "add it to layers, if it computes attention")
         return self.layers.index(inside[0])
 
     def rollout(
