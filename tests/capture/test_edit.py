@@ -128,6 +128,17 @@ def test_edits_that_cannot_be(changes: Any, error: type[Exception], message: str
         pass
 
 
+def test_an_edit_that_returns_no_tensor_raises() -> None:
+    model = chain()
+    message = "expected the edit of '0' to return tensors, got a ndarray without any: torch.as_tensor converts"
+    with mt.edit(model, {"0": lambda out: out.detach().numpy()}), pytest.raises(Unsupported, match=message):
+        model(torch.rand(2, 3))
+    changed = {"0": lambda inputs: mt.Inputs(inputs.args[0].numpy())}
+    message = "expected the edit of the inputs of '0' to return tensors, got an Inputs without any"
+    with mt.edit(model, inputs=changed), pytest.raises(Unsupported, match=message):
+        model(torch.rand(2, 3))
+
+
 def test_an_edit_that_returns_none_raises() -> None:
     model = chain()
     with (

@@ -74,6 +74,13 @@ def test_a_folder_of_another_model_or_of_other_layers_is_refused(tmp_path: Path)
         pass
     with pytest.raises(BadFile, match="append"), mt.record(chain(), "2", to=tmp_path / "acts"):
         pass
+    with mt.record(model := zoo.build("tiny-vit")[0], attention=True, heads=[0], to=tmp_path / "heads"):
+        model(torch.rand(1, 3, 32, 32))
+    with (
+        pytest.raises(BadFile, match="selectors"),
+        mt.record(model, attention=True, heads=[1], to=tmp_path / "heads", append=True),
+    ):
+        pass
 
 
 def test_two_recorders_on_one_folder_are_refused(tmp_path: Path) -> None:
@@ -535,6 +542,17 @@ def test_names_do_not_depend_on_how_many_tensors_there_are() -> None:
     assert {name: len(rec[name]) for name in rec} == {"0[0]": 2, "0[1]": 1}
     with pytest.raises(NoMatch, match=r"'0' is the name of 2: say which of '0\[0\]', '0\[1\]'"):
         rec["0"]
+
+
+def test_a_recorder_that_was_not_entered_says_so() -> None:
+    model = chain()
+    rec = mt.record(model, "0")
+    model(torch.rand(2, 3))
+    message = r"the recorder was not entered: use `with mt.record\(…\) as rec:`"
+    for get in (rec.__getitem__, rec.stats):
+        with pytest.raises(SessionError, match=message):
+            get("0")
+    assert repr(rec) == "<ActivationRecorder of Sequential, not entered: use it in a `with` block>"
 
 
 def test_a_block_in_which_the_model_never_ran_is_an_error(tmp_path: Path) -> None:

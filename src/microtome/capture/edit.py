@@ -17,7 +17,7 @@ from microtome.engine import Call, Intervention, Probe, Replace, ReplaceInputs, 
 from microtome.engine.composite_ops import is_meta_or_fake
 from microtome.engine.pytree import map_tensors, tensors_in
 from microtome.engine.selectors import check_model, named_modules, reject_ambiguous_names
-from microtome.errors import BadQuery, NoMatch, Unsupported
+from microtome.errors import BadQuery, NoMatch, Unsupported, describe_value
 from microtome.inputs import Inputs
 from microtome.units import shape
 
@@ -329,7 +329,19 @@ def _apply(change: Change, call: Call, value: Any) -> Any:
         raise Unsupported(
             f"expected the edit of {call.address!r} to return a {type(value).__name__}, got None: return the output"
         )
+    has_values = not isinstance(replacement, Inputs) or replacement.args or replacement.kwargs
+    if has_values and _has_tensors(value) and not _has_tensors(replacement):
+        what = f"the inputs of {call.address!r}" if isinstance(value, Inputs) else repr(call.address)
+        raise Unsupported(
+            f"expected the edit of {what} to return tensors, got {describe_value(replacement)} without any: "
+            "torch.as_tensor converts an array or a number"
+        )
     return replacement
+
+
+def _has_tensors(value: Any) -> bool:
+    parts = (value.args, value.kwargs) if isinstance(value, Inputs) else value
+    return next(tensors_in(parts), None) is not None
 
 
 def _map_floats(function: Callable[[Tensor], Tensor], value: Any) -> Any:

@@ -261,7 +261,15 @@ class ActivationRecorder(SignalSafe[Any], Mapping[str, Series]):
         return self._cached_addresses
 
     def __getitem__(self, name: str) -> Series:
+        self._check_began()
         return self._store.series(self._addresses.resolve(name) or name)  # the store raises if it has no such name
+
+    def _check_began(self) -> None:
+        if self._began is None:
+            raise SessionError(
+                "nothing was recorded: the recorder was not entered: use `with mt.record(…) as rec:`, and call the "
+                "model inside the block"
+            )
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return the series of that name, or the default."""
@@ -272,6 +280,7 @@ class ActivationRecorder(SignalSafe[Any], Mapping[str, Series]):
 
     def stats(self, name: str) -> Stats:
         """Return count, mean, variance, minimum and maximum of all values of that name."""
+        self._check_began()
         return self._store.stats(self._addresses.resolve(name) or name)
 
     def __iter__(self) -> Iterator[str]:
@@ -291,6 +300,8 @@ class ActivationRecorder(SignalSafe[Any], Mapping[str, Series]):
 
     def __repr__(self) -> str:
         where = "memory" if self._folder is None else str(self._folder)
+        if self._began is None:
+            return f"<ActivationRecorder of {type(self._model).__name__}, not entered: use it in a `with` block>"
         counts = f"{plural(self._records, 'record')} in {plural(self._runs, 'run')}"
         return f"<ActivationRecorder of {counts}, in {where}>"
 
