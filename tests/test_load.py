@@ -10,7 +10,7 @@ from torch import nn
 
 import microtome as mt
 from microtome.capture.store import DiskStore
-from microtome.errors import BadFile, BadWeights
+from microtome.errors import BadFile, BadQuery, BadWeights
 from tests.files.samples import net
 from tests.plan import synthetic
 
@@ -31,6 +31,19 @@ def test_a_folder_with_a_plan_is_no_split_model(tmp_path: Path) -> None:
         mt.load(tmp_path)
     with pytest.raises(BadFile, match=r"holds no split model: expected one in plan.json, got a file of kind 'plan'"):
         mt.load_stage(net, tmp_path, 0)
+
+
+def test_text_in_place_of_the_name_of_a_file_is_refused() -> None:
+    profile = mt.profile(nn.Linear(2, 2), "1x2")
+    message = r'expected the name of a file, got {}: write it with to_json\("p.json"\), and pass that name'
+    with pytest.raises(BadFile, match=message.format("JSON text")):
+        mt.load(profile.to_json())
+    with pytest.raises(BadFile, match=message.format("JSON text")):
+        mt.plan(profile.to_json())
+    with pytest.raises(BadFile, match=message.format("text of 3 lines")):
+        mt.load(profile.to_csv())
+    with pytest.raises(BadQuery, match="expected the name of a file or a folder, or a list of folders, got a Profile"):
+        mt.load(profile)  # type: ignore[arg-type]
 
 
 def test_a_recording_beside_a_plan_is_loaded(tmp_path: Path) -> None:

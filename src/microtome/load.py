@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from os import PathLike
+from os.path import isdir
 from pathlib import Path
 from typing import Any
 
-from microtome.errors import BadFile
+from microtome.errors import BadFile, BadQuery, describe_value
 from microtome.files.reading import File, read_json
 from microtome.results.base import load_result
 
@@ -23,9 +24,11 @@ def load(file: File | Sequence[File]) -> Any:
         ...
     microtome.errors.BadFile: cannot read '/does/not/exist.json': No such file or directory
     """
-    if not isinstance(file, str | PathLike):
-        return _load_recordings(list(file))
-    return _load_recordings([file]) if Path(file).is_dir() else load_result(file)
+    if isinstance(file, str | PathLike):
+        return _load_recordings([file]) if isdir(file) else load_result(file)
+    if not isinstance(file, Sequence) or not all(isinstance(one, str | PathLike) for one in file):
+        raise BadQuery(f"expected the name of a file or a folder, or a list of folders, got {describe_value(file)}")
+    return _load_recordings(list(file))
 
 
 def _load_recordings(folders: list[File]) -> Any:

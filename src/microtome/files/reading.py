@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from os import PathLike
 from typing import Any, BinaryIO
 
-from microtome.errors import BadFile, describe_error
-from microtome.units import size
+from microtome.errors import BadFile, describe_error, describe_value
+from microtome.units import plural, size
 
 File = str | PathLike[str]
 
@@ -58,9 +58,21 @@ def _check_regular(mode: int, source: str) -> None:
         raise BadFile(f"cannot read {source}: expected a regular file, got {got}")
 
 
+def _check_name(file: File) -> None:
+    """Raise if the text of a file, or something else, was passed in place of its name."""
+    if not isinstance(file, str | PathLike):
+        raise BadFile(f"expected the name of a file, got {describe_value(file)}")
+    text = os.fspath(file)
+    is_json = text.lstrip().startswith("{")
+    if (is_json or "\n" in text) and not os.path.lexists(text):
+        got = "JSON text" if is_json else f"text of {plural(text.count(chr(10)) + 1, 'line')}"
+        raise BadFile(f'expected the name of a file, got {got}: write it with to_json("p.json"), and pass that name')
+
+
 @contextmanager
 def open_regular(file: File) -> Iterator[BinaryIO]:
     """Open a regular file for reading; errors that its content causes in the block become BadFile."""
+    _check_name(file)
     source = repr(os.fspath(file))
     with translate_read_errors(source):
         _check_regular(os.stat(file).st_mode, source)
