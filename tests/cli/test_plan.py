@@ -199,7 +199,9 @@ def test_training_is_planned_over_a_chain_of_devices(trained: Path, tmp_path: Pa
     ("words", "message"),
     [
         (["--objective", "training"], "a plan of training needs micro-batches, such as --micro-batches 8, got None"),
-        (["--micro-batches", "2"], "micro-batches are of training"),
+        (["--micro-batches", "2"], "--micro-batches is of training: expected --objective training, got 'latency'"),
+        (["--schedule", "1f1b"], "--schedule is of training: expected --objective training, got 'latency'"),
+        (["--optimizer-state", "0"], "--optimizer-state is of training: expected --objective training, got 'latency'"),
         (["--profile", "a"], "expected NAME=F, got 'a'"),
         (["--profile", "a=F", "--profile", "a=F"], "a is set twice"),
         (["--profile", "a=F", "--limit", "b=1GB"], "expected a=VALUE, got 'b=1GB'"),

@@ -456,6 +456,13 @@ def test_links_that_are_no_list_are_refused(links: Any, got: str) -> None:
         mt.plan(CUTS, devices=[EDGE, CLOUD], links=links)
 
 
+@pytest.mark.parametrize("devices", [[EDGE], {"edge": EDGE}, {}])
+def test_a_chain_of_less_than_two_devices_is_refused(devices: Any) -> None:
+    expected = f"expected a chain of two devices or more, got {len(devices)}: pass two devices or more"
+    with pytest.raises(BadQuery, match=expected):
+        mt.plan(CUTS, devices=devices, links=[])
+
+
 def net(width: int = 4, layers: int = 2, kernel: int = 3, bias: bool = True, act: Any = nn.ReLU) -> nn.Module:
     first = nn.Conv2d(3, width, kernel, padding=kernel // 2, bias=bias)
     others = [nn.Conv2d(width, width, 3, padding=1) for _ in range(layers)]

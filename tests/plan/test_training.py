@@ -327,7 +327,15 @@ def test_a_strategy_chooses_among_the_stages() -> None:
         ({"optimizer_state": -1}, "expected optimizer_state of 0 or more, such as 2 for Adam, got -1"),
         ({"tokens": (8, 8)}, "expected no tokens in a plan of training"),
         ({"codec": "zstd"}, "expected no codec in a plan of training"),
-        ({"objective": "latency"}, "micro-batches are of training, expected objective='training', got 'latency'"),
+        ({"objective": "latency"}, "micro_batches= is of training: expected objective='training', got 'latency'"),
+        (
+            {"objective": "latency", "micro_batches": None, "schedule": "gpipe"},
+            "schedule= is of training: expected objective='training', got 'latency'",
+        ),
+        (
+            {"objective": "energy", "micro_batches": None, "optimizer_state": 0},
+            "optimizer_state= is of training: expected objective='training', got 'energy'",
+        ),
         ({"objective": "speed"}, "expected objective 'latency', 'energy', 'throughput' or 'training', got 'speed'"),
     ],
 )

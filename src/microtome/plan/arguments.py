@@ -83,7 +83,10 @@ def load_chain(
             raise BadQuery(f"expected links as a list, such as {example}, got {describe_value(links)}")
         arguments = check_mapping(devices, "devices", '{"phone": profile, "cloud": profile}')
         chain_links = list(links or ())
-        if len(arguments) < 2 or len(chain_links) != len(arguments) - 1:
+        if len(arguments) < 2:
+            several = advise("pass two devices or more", "repeat --profile")
+            raise BadQuery(f"expected a chain of two devices or more, got {len(arguments)}: {several}")
+        if len(chain_links) != len(arguments) - 1:
             raise BadQuery(
                 "expected a link between each device and the next, got "
                 f"{len(arguments)} devices, {len(chain_links)} links"
@@ -174,7 +177,18 @@ def check_unused(values: Mapping[str, Any]) -> None:
             raise BadQuery(f"expected no {name} in a plan of training, got {describe_value(value)}")
 
 
+def check_no_training(objective: str, values: Mapping[str, Any]) -> None:
+    """Raise if an argument is set that only a plan of training has."""
+    for name, value in values.items():
+        if value is not None:
+            argument = advise(f"{name}=", f"--{name.replace('_', '-')}")
+            expected = advise("objective='training'", "--objective training")
+            raise BadQuery(f"{argument} is of training: expected {expected}, got {objective!r}")
+
+
 def check_training(micro_batches: Any, schedule: Any, optimizer_state: Any) -> tuple[int, Schedule, float]:
+    schedule = "1f1b" if schedule is None else schedule
+    optimizer_state = 2.0 if optimizer_state is None else optimizer_state
     if type(micro_batches) is not int or micro_batches < 1:
         argument = advise("micro_batches=8", "--micro-batches 8")
         raise BadQuery(

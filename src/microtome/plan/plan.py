@@ -42,8 +42,8 @@ def plan(
     tokens: tuple[int, int] | None = None,
     stages: Mapping[str, Mapping[tuple[str | None, str | None], float]] | None = None,
     micro_batches: int | None = None,
-    schedule: Schedule = "1f1b",
-    optimizer_state: float = 2.0,
+    schedule: Schedule | None = None,
+    optimizer_state: float | None = None,
 ) -> Plan:
     """Choose where to cut a model, from its profile on each device and the link between them.
 
@@ -74,9 +74,10 @@ def plan(
         stages: Measured seconds of compiled or exported stages by device, and by the cuts where each begins and ends,
             in place of the times in the profile: `{"edge": {(None, "layer2"): head.time(x)}}`.
         micro_batches: Of training: the number of micro-batches of a step, each of the inputs of the profiles.
-        schedule: Of training: `"gpipe"`, all forwards before all backwards; `"1f1b"`, a backward as soon as possible.
+        schedule: Of training: `"gpipe"`, all forwards before all backwards; `"1f1b"`, a backward as soon as possible,
+            the default.
         optimizer_state: Of training: the bytes that the optimizer keeps for each byte of a trainable parameter: 2 for
-            Adam, 1 for SGD with momentum, 0 for SGD.
+            Adam, the default, 1 for SGD with momentum, 0 for SGD.
 
     >>> import microtome as mt
     >>> from microtome import zoo
@@ -114,8 +115,9 @@ def plan(
         profiles, chain_links = arguments.load_chain(Profile, edge, cloud, link, devices, links)
         training = arguments.check_training(micro_batches, schedule, optimizer_state)
         return _plan_training(cuts, profiles, chain_links, limits, slower, strategy, *training)
-    if micro_batches is not None:
-        raise BadQuery(f"micro-batches are of training, expected objective='training', got {objective!r}")
+    arguments.check_no_training(
+        objective, {"micro_batches": micro_batches, "schedule": schedule, "optimizer_state": optimizer_state}
+    )
     decode_profiles: dict[str, Profile] = {}
     if tokens is None:
         profiles, chain_links = arguments.load_chain(Profile, edge, cloud, link, devices, links)

@@ -79,7 +79,7 @@ def _split_codecs(context: click.Context, parameter: click.Parameter, words: tup
 _EDGE = "Profile of the edge, from `microtome profile --time --json`."
 _PROFILE = "Instead of --edge and --cloud: a device of a chain with its profile; repeatable. All links are alike."
 _MICRO_BATCHES = "Of training: the number of micro-batches of a step, each of the inputs of the profiles."
-_OPTIMIZER_STATE = "Of training: bytes of optimizer state per byte of weights: 2 for Adam, 0 for SGD."
+_OPTIMIZER_STATE = "Of training: bytes of optimizer state per byte of weights: 2 for Adam, 0 for SGD (default: 2)."
 _CODEC = (
     "Codecs to compare, such as raw,zstd,fp16, for what crosses a cut and for the inputs; repeatable. By default raw, "
     "and zstd for the inputs."
@@ -108,8 +108,8 @@ _COSTS = "Read the costs of codecs from this file, such as edge=F.json; repeatab
 @click.option("--tokens", metavar="PROMPT,NEW", callback=_parse_tokens, help=_TOKENS)
 @click.option("--objective", type=click.Choice(OBJECTIVES), default="latency", help="What to optimize.")
 @click.option("--micro-batches", type=WholeNumber(1), metavar="N", help=_MICRO_BATCHES)
-@click.option("--schedule", type=click.Choice(SCHEDULES), default="1f1b", help="The schedule of training.")
-@click.option("--optimizer-state", type=Number(min=0), default=2.0, metavar="X", help=_OPTIMIZER_STATE)
+@click.option("--schedule", type=click.Choice(SCHEDULES), help="Of training: its schedule (default: 1f1b).")
+@click.option("--optimizer-state", type=Number(min=0), metavar="X", help=_OPTIMIZER_STATE)
 @click.option("--limit", "limits", multiple=True, metavar="edge=512MB", callback=_parse_sides, help=_LIMIT)
 @click.option("--slower", multiple=True, metavar="edge=10", callback=_parse_factors, help=_SLOWER)
 @click.option("--codec", "codecs", multiple=True, metavar="A,B,…", callback=_split_codecs, help=_CODEC)
