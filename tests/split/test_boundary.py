@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from microtome.errors import BadBoundary, BadQuery, MicrotomeError
 from microtome.split.boundary.boundary import Boundary
 from microtome.split.boundary.serialization import DTYPES
 from microtome.split.boundary.tensor_bytes import BLOCK
+from microtome.units import parse_size, size
 from tests.marks import slow
 
 LOSSY = ["fp16", "bf16", "int8", "int8_tensor"]
@@ -579,6 +581,15 @@ def test_a_limit_can_be_a_text_and_must_be_a_size() -> None:
         Boundary.from_bytes(data, limit="1MB")
     with pytest.raises(BadQuery, match=r"expected a number of bytes"):
         Boundary.from_bytes(data, limit="much")
+
+
+@pytest.mark.parametrize("limit", ["10B", "100KB", "799KB"])
+def test_an_error_about_the_limit_has_it_and_the_one_that_is_enough(limit: str) -> None:
+    data = of(torch.zeros(200_000)).to_bytes()
+    with pytest.raises(BadBoundary, match=f"and the limit is {size(parse_size(limit))}: raise limit= to") as caught:
+        Boundary.from_bytes(data, limit=limit)
+    need = int(re.search(r"to ([\d,]+) bytes", str(caught.value))[1].replace(",", ""))  # type: ignore[index]
+    assert Boundary.from_bytes(data, limit=need).nbytes == 800_000
 
 
 BOMB = """

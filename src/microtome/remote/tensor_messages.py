@@ -36,7 +36,8 @@ def parse_tensors(data: bytes | memoryview, limit: int) -> Boundary:
     parts = [memoryview(part.data) for tensor in message.tensors for part in tensor.parts]
     described = len(data) - sum(map(len, parts))
     entries = [_entry_of(tensor) for tensor in message.tensors]
-    tensors = decode_tensors(entries, parts, limit - _PARSING_COST * described - len(data), limit // 4)
+    description_bytes = _PARSING_COST * described + len(data)
+    tensors = decode_tensors(entries, parts, limit, limit // 4, description_bytes=description_bytes)
     shapes = {one.name: list(one.shape) for one in message.inputs}
     return Boundary(message.at, message.fingerprint, tensors, {INPUT_SHAPES: shapes}, limit // 4)
 

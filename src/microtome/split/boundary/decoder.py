@@ -49,7 +49,7 @@ def decode(
     text, digest = _read_header(view, limit)
     header, header_end = parse_header(text), HEADER_OFFSET + len(text)
     entries = header.tensors.entries
-    header.tensors.check_size(limit - JSON_COST * len(text), max_tensor_bytes)
+    header.tensors.check_size(limit, max_tensor_bytes, JSON_COST * len(text))
     if header.tensors.stored_bytes != (available := len(view) - header_end - CHECKSUM_BYTES):
         raise BadBoundary(f"the header states {header.tensors.stored_bytes} bytes of tensors, got {available}")
     targets = []
@@ -62,16 +62,22 @@ def decode(
 
 
 def decode_tensors(
-    fields: Sequence[Mapping[str, Any]], parts: Iterable[memoryview], limit: int, max_tensor_bytes: int | None = None
+    fields: Sequence[Mapping[str, Any]],
+    parts: Iterable[memoryview],
+    limit: int,
+    max_tensor_bytes: int | None = None,
+    *,
+    description_bytes: int = 0,
 ) -> dict[str, Tensor]:
     """Decode tensors whose entries and parts come without a header, as those of `decode`.
 
     Args:
         fields: The entry of each tensor, as in the header of a boundary.
         parts: The bytes of their parts, in order, of the lengths that the entries state.
+        description_bytes: The memory that the entries and the message take, which counts against the limit.
     """
     parsed = TensorEntries.parse(fields)
-    parsed.check_size(limit, max_tensor_bytes)
+    parsed.check_size(limit, max_tensor_bytes, description_bytes)
     targets = [_allocate(part) for entry in parsed.entries for part in entry.parts]
     for target, stored in zip(targets, parts, strict=True):
         if target[0].compression is None:
@@ -124,7 +130,8 @@ def _check_prefix(view: memoryview, limit: int) -> int:
     if header_bytes > len(view) - HEADER_OFFSET - CHECKSUM_BYTES or padding(HEADER_OFFSET + header_bytes):
         raise BadBoundary(f"a header of {header_bytes} bytes does not fit into {total} bytes: {_DAMAGED}")
     if JSON_COST * header_bytes > limit:
-        raise too_large(JSON_COST * header_bytes, limit)
+        stored_bytes = total - HEADER_OFFSET - header_bytes - CHECKSUM_BYTES  # of tensors: decoded, they may have more
+        raise too_large(JSON_COST * header_bytes + stored_bytes, limit, is_least=True)
     return int(header_bytes)
 
 

@@ -123,15 +123,19 @@ class TensorEntries(NamedTuple):
             sum(entry.peak_bytes for entry in entries),
         )
 
-    def check_size(self, limit: int, max_tensor_bytes: int | None) -> None:
-        """Raise if decoding takes more than `limit` bytes, or there are more than `max_tensor_bytes` of tensors."""
+    def check_size(self, limit: int, max_tensor_bytes: int | None, description_bytes: int) -> None:
+        """Raise if decoding takes more than `limit` bytes, or there are more than `max_tensor_bytes` of tensors.
+
+        Args:
+            description_bytes: An upper bound of the memory of what describes the tensors, which counts too.
+        """
         if max_tensor_bytes is not None and self.nbytes > max_tensor_bytes:
             raise BadBoundary(
                 f"expected at most {size(max_tensor_bytes)} of tensors in the boundary, uncompressed, got "
                 f"{size(self.nbytes)}: send fewer rows at once, or raise max_message on the server"
             )
-        if self.peak_bytes > limit:
-            raise too_large(self.peak_bytes, limit)
+        if (need := self.peak_bytes + description_bytes) > limit:
+            raise too_large(need, limit)
 
 
 class Header(NamedTuple):
@@ -195,10 +199,15 @@ def _describe_keys(header: Any) -> str:
     return f"{', '.join(header):.80}" if isinstance(header, dict) else type(header).__name__
 
 
-def too_large(need: int, limit: int) -> BadBoundary:
+def too_large(need: int, limit: int, *, is_least: bool = False) -> BadBoundary:
+    """Return the error for a boundary that needs more memory than the limit, with the limit that is enough.
+
+    Args:
+        is_least: It may need even more.
+    """
     return BadBoundary(
-        f"decoding the boundary may take {size(need)} of memory, and the limit is {size(limit)}: raise limit= (for a "
-        "server max_message, for a client max_reply)"
+        f"decoding the boundary may take {size(need)}{' or more' if is_least else ''} of memory, and the limit is "
+        f"{size(limit)}: raise limit= to {need:,} bytes (for a server raise max_message, for a client max_reply)"
     )
 
 
