@@ -145,6 +145,14 @@ def test_a_token_that_cannot_be_sent_is_refused_at_once(resnet: tuple[nn.Module,
         mt.connect(*resnet, "127.0.0.1:1", at="layer1", token=token)
 
 
+@pytest.mark.parametrize(("token", "got"), [(123, "int"), (b"hello", "bytes")])
+def test_a_token_that_is_no_text_is_refused(resnet: tuple[nn.Module, Tensor], token: Any, got: str) -> None:
+    with pytest.raises(BadQuery, match=f"^expected a token as a str, got {got}$"):
+        mt.connect(*resnet, "127.0.0.1:1", at="layer1", token=token)
+    with pytest.raises(BadQuery, match=f"^expected a token as a str, got {got}$"):
+        mt.serve(*resnet, listen="127.0.0.1:0", token=token)
+
+
 def test_a_token_is_read_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("  a secret\n")

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import microtome as mt
 from microtome import __version__, zoo
 from microtome.engine.torch_internals import MODULE_CALL
-from microtome.errors import BadInputs, BadQuery, NoMatch, RemoteError
+from microtome.errors import BadFile, BadInputs, BadQuery, NoMatch, RemoteError
 from microtome.remote import protocol
 from microtome.remote.client import Remote
 from microtome.remote.request import RemoteRequest
@@ -590,6 +590,18 @@ def test_a_closed_client_says_so(resnet: tuple[nn.Module, Tensor], server: Serve
         remote(resnet[1])
 
 
+def test_a_closed_client_does_not_answer_in_place_of_a_server_that_is_gone(resnet: tuple[nn.Module, Tensor]) -> None:
+    with mt.serve(*resnet, listen="127.0.0.1:0") as server:
+        remote = mt.connect(*resnet, server.address, at="layer1")
+    remote(resnet[1])
+    assert remote.requests[-1].where == "edge"
+    remote.close()
+    with pytest.raises(RemoteError, match="was closed"):
+        remote(resnet[1])
+    with pytest.raises(RemoteError, match="was closed"):
+        remote.session()
+
+
 # -- stages ------------------------------------------------------------------------------------------------------------
 
 
@@ -718,6 +730,39 @@ def test_inputs_come_before_the_address(resnet: tuple[nn.Module, Tensor]) -> Non
 def test_a_server_listens_on_an_address_with_a_port(resnet: tuple[nn.Module, Tensor], listen: str) -> None:
     with pytest.raises(BadQuery, match="expected an address to listen on such as 127.0.0.1:7070"):
         mt.serve(*resnet, listen=listen)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"forward": 5}, BadQuery, r"forward: expected the addresses of servers, such as \['host:7070'\], got 5"),
+        ({"tls_cert": 5, "tls_key": 6}, BadFile, "tls_cert=: expected the name of a file, got 5"),
+        ({"forward": "127.0.0.1:1", "forward_ca": 5}, BadFile, "forward_ca=: expected the name of a file, got 5"),
+    ],
+)
+def test_options_of_a_server_of_a_wrong_type_are_refused(
+    resnet: tuple[nn.Module, Tensor], options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        mt.serve(*resnet, listen="127.0.0.1:0", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"codec": 5}, BadQuery, "expected the name of a codec, such as 'raw' or 'zstd', got 5"),
+        ({"codec": ["raw"]}, BadQuery, "expected the name of a codec, such as 'raw' or 'zstd', got a list"),
+        ({"timeout": "10s"}, BadQuery, "expected a timeout of more than 0 seconds, got '10s'"),
+        ({"timeout": -1}, BadQuery, "expected a timeout of more than 0 seconds, got -1"),
+        ({"ca": 5}, BadFile, "ca=: expected the name of a file, got 5"),
+        ({"cert": 5, "key": 6}, BadFile, "cert=: expected the name of a file, got 5"),
+    ],
+)
+def test_options_of_a_client_of_a_wrong_type_are_refused(
+    resnet: tuple[nn.Module, Tensor], options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        mt.connect(*resnet, "127.0.0.1:1", at="layer1", **options)
 
 
 def test_a_port_that_is_taken_is_said(resnet: tuple[nn.Module, Tensor], server: Server) -> None:

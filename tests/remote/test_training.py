@@ -656,6 +656,17 @@ def test_a_loss_that_is_no_number_is_refused() -> None:
 
 
 def test_options_of_training_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(BadQuery, match="expected no concurrency= and no batch= of a server that trains"):
+        serving(build(), batch=8)
+    with pytest.raises(BadQuery, match="expected loss as a function of the output and labels, got 5"):
+        serving(build(), loss=5)  # type: ignore[arg-type]
+    with pytest.raises(BadQuery, match="expected checkpoint as the name of a folder, got 5"):
+        serving(build(), checkpoint=5)  # type: ignore[arg-type]
+    with (
+        serving(build()) as server,
+        pytest.raises(BadQuery, match="expected an optimizer, or a function that makes one .*, got int"),
+    ):
+        connect(build(), server.address, optimizer=5)
     with pytest.raises(BadQuery, match="expected optimizer= of a server that trains, got loss= or checkpoint= without"):
         serve(build(), X, loss=cross_entropy)
     with pytest.raises(BadQuery, match="expected checkpoint_every of 1 or more steps, got 0"):

@@ -69,6 +69,7 @@ class Remote:
             self._autotuner.warm_up = self.warm_up
         self._route = route  # unused with an autotuner
         self.requests: deque[RequestRecord] = deque(maxlen=_MAX_RECORDS)
+        self._closed = False
 
     @property
     def servers(self) -> list[Any]:
@@ -141,6 +142,7 @@ class Remote:
         Raises:
             Unsupported: The inputs of the model are sent, not the values at a layer; or there is more than one cut.
         """
+        self.check_open()
         keep_bytes = parse_size(replay_memory)
         route = self.route
         if self._autotuner is not None and route.at == INPUTS:
@@ -206,7 +208,13 @@ class Remote:
 
     # -- the steps of a request ----------------------------------------------------------------------------------------
 
+    def check_open(self) -> None:
+        """Raise if the client was closed: it answers nothing then, also where this device could compute the output."""
+        if self._closed:
+            raise RemoteError(f"the connection to {self._chain.address} was closed", "UNREACHABLE")
+
     def _start(self, inputs: Inputs) -> RemoteRequest:
+        self.check_open()
         return self._run_head(RemoteRequest(inputs, self.route, self.options.deadline_s))
 
     def _run_head(self, request: RemoteRequest) -> RemoteRequest:
@@ -364,6 +372,7 @@ class Remote:
         return value
 
     def close(self) -> None:
+        self._closed = True
         self._chain.close()
         if self._autotuner is not None:
             self._autotuner.close()

@@ -166,6 +166,10 @@ def connect(
     deadline_s = parse_seconds(deadline) if isinstance(deadline, str) else deadline
     if deadline_s is not None and not (isinstance(deadline_s, int | float) and deadline_s > 0):
         raise BadQuery(f"expected a deadline of more than 0 seconds, got {deadline!r}")
+    if not isinstance(timeout, int | float) or not timeout > 0:
+        raise BadQuery(f"expected a timeout of more than 0 seconds, got {timeout!r:.80}")
+    if codec != "auto":
+        parse_codec(codec)
     stages = _check_servers(inputs, server, servers)
     security = Security(tls, ca, cert, key, token, server_name)
     max_bytes = None if max_reply is None else parse_size(max_reply)
@@ -278,7 +282,6 @@ def _choose_route(local: LocalModel, chain: Chain, at: Any, codec: str) -> Route
 def _choose_codecs(chain: Chain, codec: str) -> tuple[str, ...]:
     """Return the codecs to choose from: the one that the user names, or the lossless ones that all servers have."""
     if codec != "auto":
-        parse_codec(codec)
         return (codec,)
     replies = [connection.hello for pool in chain.pools for connection in pool.ready]
     return tuple(name for name in LOSSLESS if all(name in reply.codecs for reply in replies)) or ("raw",)

@@ -47,6 +47,8 @@ class ForwardOptions(NamedTuple):
     @classmethod
     def parse(cls, forward: str | Sequence[str], token: str | None, ca: str | None) -> Self:
         """Check the options `forward`, `forward_token` and `forward_ca` of a server."""
+        if not isinstance(forward, str | Sequence):
+            raise BadQuery(f"forward: expected the addresses of servers, such as ['host:7070'], got {forward!r:.80}")
         addresses = (forward,) if isinstance(forward, str) else tuple(forward)
         for address in addresses:
             if error := explain_endpoint(address):

@@ -176,6 +176,7 @@ class _RemoteSequence(StepSequence):
 
     def run_variant(self, variant: Variant, inputs: Inputs) -> Any:
         """Run one step on the stages of a variant; `inputs` have all states."""
+        self._remote.check_open()
         self._variant, self._inputs, self._started = variant, inputs, perf_counter()
         return self.run(variant.stages, inputs)
 

@@ -191,7 +191,9 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-def _check_token(token: str | None) -> None:
+def _check_token(token: Any) -> None:
+    if not isinstance(token, str | None):  # without the token itself, which is a secret
+        raise BadQuery(f"expected a token as a str, got {type(token).__name__}")
     if token is not None and not (token.isascii() and token.isprintable()):
         raise BadQuery("expected a token of one line of ASCII, got other characters")
 

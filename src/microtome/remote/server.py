@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from microtome.endpoints import explain_endpoint
-from microtome.errors import BadFile, BadQuery
+from microtome.errors import BadFile, BadQuery, describe_value
 from microtome.remote import protocol
 from microtome.remote.exported_backend import ExportedBackend
 from microtome.remote.forwarding import ForwardOptions
@@ -272,6 +272,8 @@ def serve(
         raise BadQuery(f"expected a number of sessions of 0 or more, got {sessions!r}")
     if optimizer is None and (loss, checkpoint) != (None, None):
         raise BadQuery("expected optimizer= of a server that trains, got loss= or checkpoint= without it")
+    if optimizer is not None and (concurrency, batch) != (1, 1):
+        raise BadQuery("expected no concurrency= and no batch= of a server that trains, which answers one client")
     if not isinstance(checkpoint_every, int) or checkpoint_every < 1:
         raise BadQuery(f"expected checkpoint_every of 1 or more steps, got {checkpoint_every!r}")
     security = ServerSecurity(tls_cert, tls_key, client_ca, token)
@@ -301,4 +303,6 @@ def _make_training(model: Any, inputs: Any, options: TrainingOptions) -> Trainin
             "expected a function that makes an optimizer from the parameters of the tail, which depend on the cut, got "
             f"{type(options.optimizer).__name__}: such as lambda parameters: torch.optim.Adam(parameters, lr=1e-3)"
         )
+    if options.loss is not None and not callable(options.loss):
+        raise BadQuery(f"expected loss as a function of the output and labels, got {describe_value(options.loss)}")
     return TrainingBackend(model, inputs, options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from microtome.errors import BadFile, Unsupported, describe_error
+from microtome.errors import BadFile, BadQuery, Unsupported, describe_error, describe_value
 from microtome.files.reading import File, translate_read_errors
 from microtome.files.tensors import read_metadata, read_tensors, write_tensors
 from microtome.files.writing import translate_write_errors
@@ -44,6 +45,8 @@ class Checkpoints:
     """The checkpoints in a folder, by the number of whole steps before each."""
 
     def __init__(self, folder: File) -> None:
+        if not isinstance(folder, str | PathLike):
+            raise BadQuery(f"expected checkpoint as the name of a folder, got {describe_value(folder)}")
         self.folder = Path(folder)
         with translate_write_errors(repr(str(self.folder))):
             self.folder.mkdir(parents=True, exist_ok=True)

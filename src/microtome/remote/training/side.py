@@ -137,9 +137,8 @@ class TrainedStage:
         return SavedRun(run, self.stage.fingerprint, self._at, self.stage.index)
 
     def _make_optimizer(self, optimizer: MakesOptimizer | None) -> Optimizer | None:
-        if optimizer is None or isinstance(optimizer, Optimizer):
-            made: Any = optimizer
-        else:
+        made: Any = optimizer
+        if callable(optimizer) and not isinstance(optimizer, Optimizer):
             made = optimizer(self.parameters) if self.parameters else None
         if made is not None and not isinstance(made, Optimizer):
             raise BadQuery(

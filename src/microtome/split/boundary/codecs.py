@@ -40,7 +40,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from microtome.errors import NoMatch, NotInstalled
+from microtome.errors import BadQuery, NoMatch, NotInstalled, describe_value
 
 #: The fewest values with a scale of their own.
 _VALUES_PER_SCALE = 16
@@ -213,9 +213,15 @@ class Codec(NamedTuple):
     compression: str | None
 
 
-@lru_cache
 def parse_codec(name: str) -> Codec:
     """The steps of the codec of this name."""
+    if not isinstance(name, str):
+        raise BadQuery(f"expected the name of a codec, such as 'raw' or 'zstd', got {describe_value(name)}")
+    return _parse_codec(name)
+
+
+@lru_cache
+def _parse_codec(name: str) -> Codec:
     if name == "raw":
         return Codec(None, None)
     if name in COMPRESSORS:
