@@ -19,6 +19,7 @@ from microtome.cli import main
 from microtome.errors import BadQuery
 from microtome.report.formats import markdown
 from microtome.report.formats import text as as_text
+from microtome.report.html.overview import caveats
 from microtome.report.notes import profile_notes
 from microtome.report.row_selection import RowSelection
 from microtome.report.top import text as of_top
@@ -47,7 +48,7 @@ def test_the_page_advises_in_the_interface_that_wrote_it(profile: mt.Profile, tm
     words = ["report", str(tmp_path / "profile.json"), "-o", str(tmp_path / "page.html")]
     assert CliRunner().invoke(main, words).exit_code == 0
     page = (tmp_path / "page.html").read_text("utf-8")
-    assert "add --time of `microtome profile`" in page
+    assert "add --time of <code>microtome profile</code>" in page
     assert "measure=[" not in page
     assert "profile with --time of `microtome profile`, on the machine" in page
 
@@ -115,6 +116,8 @@ def test_times_of_a_busy_machine_are_said_to_be_so_once(profile: mt.Profile, tim
     assert len(notes) == 1
     assert re.search(reason, notes[0])
     assert notes[0].endswith("measure more passes with repeat=")
+    first = caveats(replace(profile, timing=timing, unavailable={"energy": "no sensor"}))[0]
+    assert first == f"{notes[0].replace('this', 'This', 1)}."
 
 
 def test_calls_that_take_longer_than_the_call_around_them_are_noise(profile: mt.Profile) -> None:

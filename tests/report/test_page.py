@@ -23,7 +23,7 @@ from microtome.report.html import document
 from microtome.report.html.data import bar_base, model_bytes
 from microtome.report.html.table import alive_table, full_bar
 from microtome.results.measurements import Alive, EnergyUse, Spread
-from microtome.results.metrics import METRICS
+from microtome.results.metrics import METRICS, on_command_line
 from microtome.units import UNKNOWN, size
 from tests.report.pages import HOSTILE, hostile_profile, large, timed
 
@@ -110,6 +110,15 @@ def test_without_a_script_cards_table_and_bars_are_there(profile: mt.Profile) ->
     bars = {attrs["class"] for tag, attrs in page.tags if tag == "td" and "class" in attrs}
     assert {"n b100", "n b0"} < bars
     assert ".b100{--b:100%}" in document.style()
+
+
+def test_code_in_a_sentence_is_set_as_code(profile: mt.Profile) -> None:
+    with on_command_line(["--output"]):
+        page = profile.to_html()
+    texts = re.sub(r"<script.*?</script>|<style>.*?</style>", "", page, flags=re.DOTALL)
+    assert "not measured: add --time of <code>microtome profile</code>" in texts
+    assert "`" not in texts
+    assert '"not measured: add --time of microtome profile"' in page  # for the script
 
 
 def test_intervals_are_drawn_over_the_bars(profile: mt.Profile) -> None:

@@ -271,15 +271,17 @@ class Functional(nn.Module):
 
 def test_operators_between_modules_are_labelled_in_the_tree_and_the_key(opened: Open) -> None:
     tab = opened(mt.profile(Functional(), "8x8").to_html())
-    assert "operators between modules 50.0 %" in tab.texts("[id='section:tree'] .key span")
+    assert "(mm) 50.0 %" in tab.texts("[id='section:tree'] .key span")
     (gap,) = tab.page.locator(".icicle .gap").all()
-    assert gap.inner_text() == "operators between modules"
-    assert gap.get_attribute("title") == "operators between modules: 50.0 % of MACs, in (root)"
+    assert gap.inner_text() == "(mm)"  # as in the table, and on the terminal
+    assert gap.get_attribute("title") == "(mm): 50.0 % of MACs, in (root)"
     half, whole = gap.bounding_box()["width"], tab.page.locator(".icicle").bounding_box()["width"]
     assert half == pytest.approx(whole / 2, abs=2)
     tab = opened(plain(nn.Linear(8, 8), nn.Linear(8, 8)).to_html())
     assert tab.page.locator(".icicle .gap").count() == 0
-    assert "operators between" not in " ".join(tab.texts("[id='section:tree'] .key span"))
+    assert "(mm)" not in " ".join(tab.texts("[id='section:tree'] .key span"))
+    tab = opened(mt.profile(nn.Sequential(Functional(), Functional(), nn.Identity()), "8x8").to_html())
+    assert "(mm) 50.0 %" in tab.texts("[id='section:tree'] .key span")  # of two calls
 
 
 def test_time_below_the_measured_depth_is_not_that_of_operators(opened: Open) -> None:
@@ -293,12 +295,12 @@ def test_time_below_the_measured_depth_is_not_that_of_operators(opened: Open) ->
     tab = opened(replace(p, calls=tuple(rows)).to_html())
     tab.page.locator("[id='section:tree']").get_by_label("Size", exact=True).select_option("time_s")
     key = tab.texts("[id='section:tree'] .key span")
-    assert "operators between modules 12.5 %" in key
+    assert "(no operators) 12.5 %" in key
     assert "not measured by layer (depth 1) 75.0 %" in key
     titles = [gap.get_attribute("title") for gap in tab.page.locator(".icicle .gap").all()]
     assert sorted(titles) == [
+        "(no operators): 12.5 % of time, in (root)",
         "not measured by layer (depth 1): 75.0 % of time, in 0",
-        "operators between modules: 12.5 % of time, in (root)",
     ]
     tab.page.locator("[id='section:tree']").get_by_label("Size", exact=True).select_option("macs")
     assert "not measured" not in " ".join(tab.texts("[id='section:tree'] .key span"))

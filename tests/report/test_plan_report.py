@@ -77,6 +77,24 @@ def test_the_winner_is_said_with_its_terms_and_what_else_there_was() -> None:
     assert "energy of edge: with idle power, by share; without codecs" in drawn
 
 
+def test_the_bandwidths_that_are_listed_have_that_of_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "2000")
+    # Each cut sends half of what the one before sends, and takes twice as long: each is the best for some bandwidths.
+    cuts = synthetic.cuts([512 >> at for at in range(10)])
+    edge, cloud = synthetic.profile([2.0**at / 1000 for at in range(10)]), synthetic.profile([1e-6] * 10)
+    plan = mt.plan(cuts, edge=edge, cloud=cloud, link="1Kbps", costs=synthetic.costs(cuts), codec="raw")
+    spans = plan.over_bandwidths()
+    assert len(spans) > 8
+    for at, span in enumerate(spans):
+        low, high = span.from_bytes_per_s or span.until_bytes_per_s / 2, min(span.until_bytes_per_s, 1e12)
+        shown = str(replace(plan, links=(mt.Link(4.0 * (low + high)),)))
+        (line,) = (line for line in shown.splitlines() if line.startswith("best cut by bandwidth: "))
+        names = [part.split(" from ")[0].split(" up to ")[0] for part in line.partition(": ")[2].split("; ")]
+        assert span.candidate.name in names
+        assert [name != "…" for name in names].count(True) == 8
+        assert (names[0] == "…", names[-1] == "…") == (at >= 8, spans[-1].candidate.name not in names)
+
+
 def test_a_bar_has_a_part_for_each_device_and_one_between(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     bars = {}

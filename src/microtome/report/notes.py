@@ -124,13 +124,24 @@ def _too_busy(reason: str) -> str:
     )
 
 
+_SUM_EXCEEDS = "the calls inside a call sum up to more than its own time"
+
+
 def noise_note(profile: Profile) -> str:
     """Explain `NOISE`; if it is large, also say that the times are unreliable, unless another note does."""
-    reason = "the calls inside a call sum up to more than its own time"
-    least = min(group.time_s or 0.0 for group in profile.by_type().values())
-    is_large = least < -_BELOW * (profile.total.time_s or 0.0)
     is_said = profile.timing is not None and any(_noise(profile, profile.timing))
-    return f"{NOISE}: {_too_busy(reason) if is_large and not is_said else reason}"
+    return f"{NOISE}: {_too_busy(_SUM_EXCEEDS) if _is_noise_large(profile) and not is_said else _SUM_EXCEEDS}"
+
+
+def _is_noise_large(profile: Profile) -> bool:
+    least = min(group.time_s or 0.0 for group in profile.by_type().values())
+    return least < -_BELOW * (profile.total.time_s or 0.0)
+
+
+def busy_notes(profile: Profile) -> list[str]:
+    """Return a note if the machine was too busy for the times of a profile."""
+    notes = [] if profile.timing is None else list(_noise(profile, profile.timing))
+    return notes or ([_too_busy(_SUM_EXCEEDS)] if _is_noise_large(profile) else [])
 
 
 def _exceeded(profile: Profile) -> Row | None:

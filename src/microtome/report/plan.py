@@ -383,10 +383,14 @@ def _spans(plan: Plan, most: int = 8) -> str:
     spans = plan.over_bandwidths()
     if len(spans) == 1:
         return f"{spans[0].candidate.name} at any bandwidth"
-    words = []
-    for span in spans[:most]:
+    bandwidth = plan.links[0].bytes_per_s
+    at = next(at for at, span in enumerate(spans) if bandwidth < span.until_bytes_per_s or span is spans[-1])
+    first = 0 if at < most else min(at - most // 2, len(spans) - most)  # that of the link is always shown
+    shown = spans[first : first + most]
+    words = ["…"] if first else []
+    for span in shown:
         if span.from_bytes_per_s:
             words.append(f"{span.candidate.name} from {rate(span.from_bytes_per_s)}")
         else:
             words.append(f"{span.candidate.name} up to {rate(span.until_bytes_per_s)}")
-    return "; ".join(words) + ("; …" if len(spans) > most else "")
+    return "; ".join(words) + ("; …" if shown[-1] is not spans[-1] else "")

@@ -8,6 +8,7 @@ from math import isinf
 from typing import Any
 
 from microtome.report.html.data import numbers
+from microtome.report.html.prose import plain_prose
 from microtome.report.html.table import small_table
 from microtome.results.diff import Costs, MetricChange, diff, has_known_calls, is_noise, own_costs
 from microtome.results.metrics import Metric, compared_metrics, page_metrics, why_missing
@@ -100,7 +101,7 @@ def _machine(environment: dict[str, str]) -> str:
 
 def _row(metric: Metric, profile: Profile, other: Profile, change: MetricChange) -> str:
     cells = "".join(
-        f'<td class="n" title="{escape(why_missing(run, metric) or "")}">{write(value, metric.unit)}'
+        f'<td class="n" title="{escape(plain_prose(why_missing(run, metric) or ""))}">{write(value, metric.unit)}'
         for value, run in ((change.before, profile), (change.after, other))
     )
     growth = _growth(change)

@@ -8,6 +8,7 @@ from math import isfinite
 from typing import Any
 
 from microtome.report.call_tree import tree_rows
+from microtome.report.html.prose import plain_prose
 from microtome.report.notes import interval_name
 from microtome.results.metrics import Metric, page_metrics, why_missing
 from microtome.results.profile import Profile
@@ -72,7 +73,7 @@ def metrics(profile: Profile) -> list[dict[str, Any]]:
             "base": bar_base(profile, metric),
             "is_shown": metric in shown,
             "unknown": metric.why_not_each,
-            "missing": why_missing(profile, metric),
+            "missing": None if (why := why_missing(profile, metric)) is None else plain_prose(why),
         }
         for metric in page_metrics()
     ]

@@ -16,6 +16,7 @@ from microtome.report.html.compare import compare_data, compare_table
 from microtome.report.html.data import block, columns, memory, metrics
 from microtome.report.html.explorer import explorer
 from microtome.report.html.overview import about, cards, caveats, facts, quiet_line
+from microtome.report.html.prose import prose
 from microtome.report.html.table import alive_table, layer_table
 from microtome.report.palette import variables
 from microtome.results.base import load_result
@@ -97,7 +98,7 @@ def _contents(other: Profile | None) -> str:
 
 
 def _sections(profile: Profile, explored: dict[str, Any], other: Profile | None) -> Iterator[str]:
-    known = "".join(f"<li>{escape(caveat)}</li>" for caveat in caveats(profile))
+    known = "".join(f"<li>{prose(caveat)}</li>" for caveat in caveats(profile))
     quiet = f'<p class="quiet">{quiet_line(profile)}</p>'
     yield _section("overview", cards(profile) + quiet + (f'<ul class="caveats">{known}</ul>' if known else ""))
     yield _section("tree", _view("The module tree, as wide as what each call costs"))
@@ -144,7 +145,7 @@ _REASON = '<p class="reason">'
 
 def _reason(why: str) -> str:
     """Return the reason why a section is empty."""
-    return f"{_REASON}– {escape(why)}</p>"  # noqa: RUF001
+    return f"{_REASON}– {prose(why)}</p>"  # noqa: RUF001
 
 
 # -- style, scripts and policy -----------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from microtome.report.call_columns import at_least, leaves_out
 from microtome.report.html.data import model_bytes
-from microtome.report.notes import FEW, interval, interval_name, is_disturbed, profile_notes
+from microtome.report.html.prose import prose
+from microtome.report.notes import FEW, busy_notes, interval, interval_name, is_disturbed, profile_notes
 from microtome.results.measurements import EnergyUse
 from microtome.results.metrics import METRICS, Metric, page_metrics, why_missing
 from microtome.results.profile import Profile
@@ -133,7 +134,8 @@ def facts(profile: Profile) -> str:
 
 def caveats(profile: Profile) -> list[str]:
     """Return the caveats of the headline figures."""
-    coverage, sentences = profile.coverage, []
+    coverage = profile.coverage
+    sentences = [f"{note[0].upper()}{note[1:]}." for note in busy_notes(profile)]  # first: they affect every time
     if coverage.unknown:
         names = some([op.name for op in coverage.unknown], 4)
         sentences.append(f"Operators without a formula add nothing to MACs and FLOPs: {names}. Counted: {coverage}.")
@@ -159,9 +161,9 @@ def about(profile: Profile) -> str:
     known = {metric: metric.description for metric in page_metrics() if metric not in missing}
 
     def described(metrics: dict[Metric, str]) -> str:
-        return "".join(f"<li><b>{escape(metric.label)}</b>: {escape(text)}</li>" for metric, text in metrics.items())
+        return "".join(f"<li><b>{escape(metric.label)}</b>: {prose(text)}</li>" for metric, text in metrics.items())
 
-    notes = "".join(f"<li>{escape(note)}</li>" for note in profile_notes(profile))
+    notes = "".join(f"<li>{prose(note)}</li>" for note in profile_notes(profile))
     rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in profile.environment.items())
     environment = f'<dl class="pairs">{rows}</dl>'
     nothing = "<p>Nothing was measured: counts do not depend on a machine.</p>"

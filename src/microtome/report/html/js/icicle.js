@@ -6,6 +6,7 @@ const NAMED = 5;
 const GREY = [200, 206, 212];
 // Parts that exceed the whole by less are not worth a word.
 const EXCESS = 0.001;
+// What several calls run besides the calls inside them.
 const BETWEEN = "operators between modules";
 const UNMEASURED = "not measured by layer";
 
@@ -42,9 +43,9 @@ function icicle(view) {
   const own = (at) => (CHILDREN[at].length ? Math.max(costs[at] - inside(at), 0) : 0);
   /** Whether what a call costs besides the calls inside it is also that of calls that were not measured. */
   const isUnmeasured = (at) => METRICS[size].is_measured && CHILDREN[at].some((child) => valueOf(size, child) === null);
-  /** The name of the part beside the calls inside a call; all calls down to the measured depth have a value. */
-  function restName(isUnmeasured) {
-    if (!isUnmeasured) return BETWEEN;
+  /** The name of the part beside the calls inside a call, as in the table; all calls down to the measured depth have a value. */
+  function restName(at) {
+    if (!isUnmeasured(at)) return OWN_OF.has(at) ? nameOf(OWN_OF.get(at)) : BETWEEN;
     const above = DEPTH.reduce((least, depth, at) => (valueOf(size, at) === null ? Math.min(least, depth) : least), Infinity);
     return `${UNMEASURED} (depth ${above - 1})`;
   }
@@ -97,8 +98,10 @@ function icicle(view) {
     if (others.length) entries.push([rgb(OTHER_KIND), `${others.length === 1 ? CALLS.types[others[0][0]] : `${others.length} other kinds`}${part(others.reduce((sum, [, cost]) => sum + cost, 0))}`]);
     if (all.some((at) => CHILDREN[at].length)) entries.push([ink("box"), "holds other modules"]);
     for (const kind of [false, true]) {
-      const rest = all.reduce((sum, at) => sum + (isUnmeasured(at) === kind ? own(at) : 0), 0);
-      if (rest > EXCESS * costs[focus]) entries.push([HATCHED, `${restName(kind)}${part(rest)}`]);
+      const rests = all.filter((at) => isUnmeasured(at) === kind && own(at));
+      const rest = rests.reduce((sum, at) => sum + own(at), 0);
+      const names = new Set(rests.map(restName));
+      if (rest > EXCESS * costs[focus]) entries.push([HATCHED, `${names.size === 1 ? [...names][0] : BETWEEN}${part(rest)}`]);
     }
     return entries;
   }
@@ -180,7 +183,7 @@ function icicle(view) {
 
   /** The place beside the calls inside a call: what its own operators cost, or calls that were not measured. */
   function gap(node, level, left, span) {
-    const name = restName(isUnmeasured(node.data));
+    const name = restName(node.data);
     const text = `${name}: ${share(own(node.data), valueOf(size, 0))} of ${METRICS[size].label}, in ${fullName(node.data)}`;
     const element = el("div", { class: "gap", title: text, "aria-hidden": "true" }, span > 44 ? name : "");
     element.style.left = `${left}px`;
