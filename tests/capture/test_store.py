@@ -31,6 +31,12 @@ MANIFEST = {"model": "Net", "selectors": ["blocks.*"]}
 FINITE = st.floats(-1e6, 1e6, width=32)
 
 
+def test_statistics_are_described_by_their_values() -> None:
+    described = repr(summed(torch.tensor([1.0, 3.0]), histogram=Histogram(2, 0.0, 4.0)))
+    assert described == "Stats(count=2, mean=2, std=1, min=1, max=3, nonfinite=0, histogram=2 bins from 0.0 to 4.0)"
+    assert repr(Stats()) == "Stats(count=0, mean=None, std=None, min=None, max=None, nonfinite=0)"
+
+
 def summed(*tensors: Tensor, histogram: Histogram | None = None) -> Stats:
     stats = Stats(histogram=histogram)
     for tensor in tensors:

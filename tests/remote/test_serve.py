@@ -785,6 +785,10 @@ def test_options_that_make_no_sense_are_refused(
         serving(*resnet, **options)
 
 
+def test_a_server_is_described_by_its_model_and_address(server: Server) -> None:
+    assert repr(server) == f"<Server of ResNet at {server.address}>"
+
+
 def test_a_server_may_be_stopped_twice_and_waited_for(resnet: tuple[nn.Module, Tensor]) -> None:
     server = serving(*resnet)
     assert not server.wait(0)

@@ -60,7 +60,7 @@ def test_a_vector_is_one_line_and_what_is_not_finite_does_not_matter() -> None:
 def test_features_are_written(tmp_path: Path) -> None:
     model, x = zoo.build("tiny-resnet")
     feats = mt.extract(model, x, ["layer1.*"])
-    feats.to_png(tmp_path / "a.png", "layer1.0", channels=4)
+    assert feats.to_png(tmp_path / "a.png", "layer1.0", channels=4) == str(tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     # Four maps of 32 x 32, each value three pixels wide, make two rows of two.
     assert feats.plot("layer1.0", channels=4).pixels.shape == (2 * 96 + 2, 2 * 96 + 2, 4)

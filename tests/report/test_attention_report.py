@@ -100,7 +100,7 @@ def test_heads_are_averaged_unless_one_is_chosen() -> None:
 )
 def test_images_of_all_layouts(image: Any, tmp_path: Path) -> None:
     file = tmp_path / "map.png"
-    one_hot(5, 1).to_png(file, image, head=0, alpha=1.0)
+    assert one_hot(5, 1).to_png(file, image, head=0, alpha=1.0) == str(file)
     pixels = read_png(file.read_bytes())
     assert pixels.shape == (8 * 32, 12 * 32, 3)  # a small image is enlarged to 384 pixels
     assert tuple(pixels[0, 0].tolist()) == LIGHT

@@ -79,6 +79,12 @@ def test_saving_again_replaces_the_weights_and_leaves_nothing_of_before(tmp_path
     assert same(dict(tail.model.named_parameters())["fc.weight"], dict(other.named_parameters())["fc.weight"])
 
 
+def test_stages_are_not_saved_to_a_file(tmp_path: Path) -> None:
+    (tmp_path / "model.py").touch()
+    with pytest.raises(BadFile, match=f"expected a folder, got the file '{tmp_path / 'model.py'}'"):
+        mt.split(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), "1x4", at="0").save(tmp_path / "model.py")
+
+
 def test_stages_are_not_saved_into_a_recording(tmp_path: Path) -> None:
     model, x = zoo.build("tiny-resnet")
     with mt.record(model, "fc", to=tmp_path):

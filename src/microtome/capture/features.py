@@ -102,9 +102,10 @@ class Features(Mapping[str, Any]):
         options = {"sample": sample, "channels": channels, "grid": grid, "scale": scale, "part": part}
         return render("pictures.activation.plot", self[name], name, **options)
 
-    def to_png(self, file: File, name: str, **options: Any) -> None:
-        """Write the image that `plot` returns, with its options."""
+    def to_png(self, file: File, name: str, **options: Any) -> str:
+        """Write the image that `plot` returns, with its options, and return the path of the file."""
         self.plot(name, **options).save(file)
+        return str(file)
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return the output of that name, or the default."""

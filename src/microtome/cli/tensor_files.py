@@ -14,7 +14,7 @@ from torch import Tensor
 from microtome.engine.pytree import named_tensors
 from microtome.errors import BadFile
 from microtome.files.tensors import DTYPE_CODES, write_tensors
-from microtome.files.writing import translate_write_errors
+from microtome.files.writing import make_folder, translate_write_errors
 from microtome.units import plural, size
 
 _SUFFIX = ".safetensors"
@@ -36,8 +36,7 @@ def open_tensors(to: str | None) -> Iterator[Callable[[Any], None]]:
         _write(Path(to).resolve(), _concatenate(outputs, to))
     else:
         folder = Path(to)
-        with translate_write_errors(repr(to)):
-            folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         if any(folder.glob(f"*{_SUFFIX}")):
             raise BadFile(f"{to!r} already contains {_SUFFIX} files: name another folder, or remove them")
         numbers = count()

@@ -38,6 +38,14 @@ def translate_write_errors(target: str) -> Iterator[None]:
         raise BadFile(f"cannot write {target}: {error.strerror or describe_error(error)}{advice}") from error
 
 
+def make_folder(folder: Path) -> None:
+    """Create a folder, and those around it, unless it exists."""
+    if os.path.exists(folder) and not os.path.isdir(folder):
+        raise BadFile(f"expected a folder, got the file {str(folder)!r}")
+    with translate_write_errors(repr(str(folder))):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
 def open_for_writing(file: Path, flags: int) -> int:
     """Open or create a file to write it in place, after checking that it is regular and has no other name."""
     try:

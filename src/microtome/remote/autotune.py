@@ -125,7 +125,8 @@ class Autotuner:
         self._threads: list[threading.Thread] = []
         self.route = self._first_route()
         latency = seconds(self._candidates[self.route].latency_s)
-        self._add_change(None, f"planned: {latency} a request over {link.link!r}")
+        bandwidth, rtt = rate(link.link.bytes_per_s), seconds(link.link.rtt_s)
+        self._add_change(None, f"planned: {latency} a request over {bandwidth}, rtt {rtt}")
 
     def _first_route(self) -> Route:
         """Return the fastest route, or this device alone if that is nearly as fast."""

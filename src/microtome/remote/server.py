@@ -82,6 +82,9 @@ class Server:
         self._service: Service | None = None
         self._thread = threading.Thread(target=self._run, name="microtome-server", daemon=True)
 
+    def __repr__(self) -> str:
+        return f"<Server of {self.served.name} at {self.address}>"
+
     @property
     def failure(self) -> str | None:
         return None if self._service is None else self._service.failure

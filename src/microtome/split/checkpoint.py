@@ -21,7 +21,7 @@ from microtome.errors import BadFile, BadQuery, BadWeights, Unsupported, describ
 from microtome.files.reading import File, translate_read_errors
 from microtome.files.tensors import DTYPE_CODES, read_tensors, write_tensors
 from microtome.files.types import to_plain
-from microtome.files.writing import translate_write_errors, write_atomically, write_buffers
+from microtome.files.writing import make_folder, translate_write_errors, write_atomically, write_buffers
 from microtome.split.description import SplitDescription, restore_inputs
 from microtome.split.saved_split import PLAN, SavedSplit, SavedStage, read_plan, stage_file
 from microtome.split.stage import Stage
@@ -44,8 +44,8 @@ def save_stages(
     """Write what `load_stage` reads; the first description is that of the stages."""
     path, first = Path(folder), descriptions[0]
     _check_replaceable(path, first.at, fingerprint)
+    make_folder(path)
     with translate_write_errors(repr(str(path))):
-        path.mkdir(parents=True, exist_ok=True)
         (path / PLAN).unlink(missing_ok=True)
         for old in path.iterdir():
             if re.fullmatch(r"stage[0-9]+\.safetensors", old.name):

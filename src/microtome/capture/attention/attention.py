@@ -213,9 +213,10 @@ class Attention(Sequence[Tensor]):
         options = {"layer": layer, "head": head, "row": row, "grid": grid, "sample": sample, "alpha": alpha}
         return render("pictures.attention.plot", self, image, **options)
 
-    def to_png(self, file: File, image: Any = None, **options: Any) -> None:
-        """Write the image that `plot` returns, with its options."""
+    def to_png(self, file: File, image: Any = None, **options: Any) -> str:
+        """Write the image that `plot` returns, with its options, and return the path of the file."""
         self.plot(image, **options).save(file)
+        return str(file)
 
     def _repr_html_(self) -> str:
         """Render the weights of each layer as a picture for a notebook."""

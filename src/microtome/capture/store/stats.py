@@ -100,6 +100,8 @@ class Stats:
     >>> stats.add(torch.tensor([1.0, 2.0])); stats.add(torch.tensor([3, 6])); stats.add(torch.tensor(float("nan")))
     >>> stats.count, stats.mean, round(stats.variance, 9), stats.min, stats.max, stats.nonfinite
     (4, 3.0, 3.5, 1.0, 6.0, 1)
+    >>> stats
+    Stats(count=4, mean=3, std=1.87083, min=1, max=6, nonfinite=1)
 
     Attributes:
         count: The number of finite elements.
@@ -116,6 +118,14 @@ class Stats:
     total: ExactSum = field(default_factory=ExactSum)
     power: ExactSum = field(default_factory=ExactSum)
     histogram: Histogram | None = None
+
+    def __repr__(self) -> str:
+        numbers = {name: getattr(self, name) for name in ("mean", "std", "min", "max")}
+        described = [f"{name}={'None' if value is None else f'{value:.6g}'}" for name, value in numbers.items()]
+        values = [f"count={self.count}", *described, f"nonfinite={self.nonfinite}"]
+        if self.histogram is not None:
+            values.append(f"histogram={self.histogram}")
+        return f"Stats({', '.join(values)})"
 
     @property
     def mean(self) -> float | None:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from microtome.errors import BadFile, BadQuery, Unsupported, describe_error, describe_value
 from microtome.files.reading import File, translate_read_errors
 from microtome.files.tensors import read_metadata, read_tensors, write_tensors
-from microtome.files.writing import translate_write_errors
+from microtome.files.writing import make_folder, translate_write_errors
 from microtome.units import plural
 
 _NAME = re.compile(r"step-([0-9]{8,})\.safetensors")
@@ -48,8 +48,7 @@ class Checkpoints:
         if not isinstance(folder, str | PathLike):
             raise BadQuery(f"expected checkpoint as the name of a folder, got {describe_value(folder)}")
         self.folder = Path(folder)
-        with translate_write_errors(repr(str(self.folder))):
-            self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
 
     def steps(self) -> list[int]:
         """The numbers of whole steps of all checkpoints, in order."""
