@@ -659,9 +659,9 @@ def test_options_of_training_are_checked(tmp_path: Path) -> None:
     with pytest.raises(BadQuery, match="expected no concurrency= and no batch= of a server that trains"):
         serving(build(), batch=8)
     with pytest.raises(BadQuery, match="expected loss as a function of the output and labels, got 5"):
-        serving(build(), loss=5)  # type: ignore[arg-type]
+        serving(build(), loss=5)
     with pytest.raises(BadQuery, match="expected checkpoint as the name of a folder, got 5"):
-        serving(build(), checkpoint=5)  # type: ignore[arg-type]
+        serving(build(), checkpoint=5)
     with (
         serving(build()) as server,
         pytest.raises(BadQuery, match="expected an optimizer, or a function that makes one .*, got int"),
