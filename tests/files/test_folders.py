@@ -142,7 +142,7 @@ def test_write_errors_raise_bad_file(tmp_path: Path) -> None:
     with pytest.raises(BadFile, match="cannot write '.*': Is a directory"):
         save(tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(BadFile, match="cannot write '.*file': File exists"):
+    with pytest.raises(BadFile, match="expected a folder, got the file '.*file'"):
         save(tmp_path / "file")
 
 
