@@ -96,10 +96,11 @@ def records(profile: Profile, view: RowSelection | None = None) -> list[dict[str
     if not view.columns:
         return [record for _, record in pairs]
     columns = [columns_of(view.by)[name] for name in view.columns]
+    # The type distinguishes what is a call's own, whose address is that of the call.
+    names = ("address", "type", "name") if any(_is_own(row) for row, _ in pairs) else ("address", "name")
     selected: list[dict[str, Any]] = []
     for row, record in pairs:
-        # The type distinguishes what is a call's own, whose address is that of the call.
-        selected.append({name: record[name] for name in ("address", "type", "name") if name in record})
+        selected.append({name: record[name] for name in names if name in record})
         for column in columns:
             selected[-1] |= column.raw(row, record, profile)
     return selected
