@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,61 @@ def test_an_optimizer_of_the_caller_may_step_the_head() -> None:
     check_equal(whole, here, there, range(2))
 
 
+def test_the_optimizer_may_train_parameters_beside_those_of_the_model(tmp_path: Path) -> None:
+    whole, here, there = blocks(), blocks(), blocks()
+    scale, scale_here = (nn.Parameter(torch.ones(())) for _ in range(2))
+    optimizer = make_optimizer([*whole.parameters(), scale])
+
+    def with_scale(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return make_optimizer([*parameters, scale_here])
+
+    with (
+        serving(there, checkpoint=tmp_path / "there") as server,
+        connect(here, server.address, at="1", optimizer=with_scale, checkpoint=tmp_path / "here") as remote,
+    ):
+        for step in range(3):
+            inputs, target = batch_of(step)
+            optimizer.zero_grad()
+            for model, factor in ((remote, scale_here), (whole, scale)):
+                cross_entropy(model(inputs) * factor, target).backward()
+            remote.step()
+            optimizer.step()
+        check_equal(whole, here, there, range(2))
+        assert scale_here.equal(scale)
+        (remote(inputs).sum() * scale_here).backward()
+        remote.zero_grad()
+        assert scale_here.grad is None
+    trained = scale_here.detach().clone()
+    scale_here.data.zero_()
+    until(lambda: run_of(server)._owner is None, 30)
+    with (
+        serving(blocks(), checkpoint=tmp_path / "there") as server,
+        connect(blocks(), server.address, at="1", optimizer=with_scale, checkpoint=tmp_path / "here") as remote,
+    ):
+        assert remote.num_steps == 3
+        assert scale_here.equal(trained)
+
+
+def test_the_server_seeds_and_restores_the_generators_of_its_devices_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: int) -> None:
+        pytest.fail("torch.manual_seed seeds the generators of every device")
+
+    def with_dropout_in_the_tail() -> nn.Module:
+        net = blocks()
+        net[2][3].p = 0.5  # type: ignore[index, assignment]
+        return net
+
+    here, there = with_dropout_in_the_tail(), with_dropout_in_the_tail()
+    with serving(there) as server, connect(here, server.address, at="1") as remote:
+        monkeypatch.setattr(torch, "manual_seed", fail)
+        before = torch.get_rng_state()
+        outputs = [remote(X) for _ in range(2)]
+        assert torch.get_rng_state().equal(before)
+        remote.zero_grad()
+        assert remote(X).equal(outputs[0])
+        assert not outputs[0].equal(outputs[1])
+
+
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
@@ -422,6 +478,88 @@ def test_weights_are_as_they_were_after_a_checkpoint_that_does_not_fit(
         assert all(one.equal(here.state_dict()[name]) for name, one in build().state_dict().items())
 
 
+class _FailingBackward(torch.autograd.Function):
+    fails = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        if _FailingBackward.fails:
+            raise RuntimeError("out of memory")
+        return grads
+
+
+class FailingBackward(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return _FailingBackward.apply(x)
+
+
+def test_a_step_whose_backward_failed_in_the_head_cannot_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build_failing() -> nn.Module:
+        layers = list(build())
+        return nn.Sequential(layers[0], FailingBackward(), *layers[1:]).train()
+
+    here, there = build_failing(), build_failing()
+    inputs, target = batch_of(0)
+    before = torch.get_rng_state()
+    with serving(there) as server, connect(here, server.address, at="3") as remote:
+        cross_entropy(remote(inputs), target).backward()
+        monkeypatch.setattr(_FailingBackward, "fails", True)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            cross_entropy(remote(inputs), target).backward()
+        monkeypatch.setattr(_FailingBackward, "fails", False)
+        with pytest.raises(SessionError, match="expected the backwards of step 0 to end, got 1 that failed in the"):
+            remote.step()
+        remote.zero_grad()
+        torch.set_rng_state(before)
+        cross_entropy(remote(inputs), target).backward()
+        remote.step()
+        assert remote.num_steps == run_of(server).step == 1
+    undisturbed_here, undisturbed_there = build_failing(), build_failing()
+    with (
+        serving(undisturbed_there) as server,
+        connect(undisturbed_here, server.address, at="3") as remote,
+    ):
+        torch.set_rng_state(before)
+        cross_entropy(remote(inputs), target).backward()
+        remote.step()
+    for model, expected in ((here, undisturbed_here), (there, undisturbed_there)):
+        assert all(one.equal(expected.state_dict()[name]) for name, one in model.state_dict().items())
+
+
+def test_leaving_a_step_restores_both_sides() -> None:
+    here, there = blocks(), blocks()
+    start = copy.deepcopy(here.state_dict())
+    with serving(there) as server:
+        with suppress(KeyboardInterrupt), connect(here, server.address, at="1") as remote:
+            cross_entropy(remote(X), batch_of(0)[1]).backward()
+            raise KeyboardInterrupt
+        until(lambda: run_of(server)._owner is None, 30)
+        for model in (here, there):
+            assert all(one.equal(start[name]) for name, one in model.state_dict().items())
+            assert all(one.grad is None for one in model.parameters())
+        with connect(here, server.address, at="1") as remote:
+            losses = [train_step(remote)]
+            here[0][0].weight.grad = torch.ones(8, 8)  # type: ignore[index, union-attr]
+        assert here[0][0].weight.grad is not None  # type: ignore[index, union-attr]
+    whole = blocks()
+    assert losses == train_whole(whole, 1)
+    check_equal(whole, here, there, range(2))
+
+
+def test_a_run_begins_without_gradients_of_either_side() -> None:
+    whole, here, there = blocks(), blocks(), blocks()
+    for parameter in (*here.parameters(), *there.parameters()):
+        parameter.grad = torch.ones_like(parameter)
+    with serving(there) as server, connect(here, server.address, at="1") as remote:
+        train_step(remote)
+    train_whole(whole, 1)
+    check_equal(whole, here, there, range(2))
+
+
 class Failing(torch.optim.SGD):
     """Fails after it has changed a weight."""
 
@@ -445,6 +583,14 @@ def test_a_client_that_made_no_step_does_not_keep_others_from_training(tmp_path:
             assert [train_step(remote)] == losses
         with pytest.raises(RemoteError, match=r"the server has step 1 of the run .*, and the client step 0 of the run"):
             connect_again(server)
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused_at_the_start() -> None:
+    message = "expected an optimizer that steps without a closure, got LBFGS"
+    with serving(build(), optimizer=torch.optim.LBFGS) as server, pytest.raises(RemoteError, match=message):
+        connect(build(), server.address)
+    with serving(build()) as server, pytest.raises(Unsupported, match=message):
+        connect(build(), server.address, optimizer=torch.optim.LBFGS)
 
 
 def test_an_optimizer_that_fails_midway_ends_the_run() -> None:

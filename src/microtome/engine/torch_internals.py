@@ -52,6 +52,8 @@ try:
     current_node: Callable[[], Any] = torch._C._current_autograd_node
     #: The id of the backward that runs now in this thread, or -1. A nested backward has an id of its own.
     current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+    #: Calls a function at the end of the backward that runs now in this thread, unless that backward fails.
+    on_backward_end: Any = torch.autograd.Variable._execution_engine.queue_callback
     #: The class of the node that accumulates the gradient of a leaf, its `variable`.
     AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
     #: Whether torch's profiler runs in this thread.

@@ -15,6 +15,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from microtome.engine.torch_internals import on_backward_end
 from microtome.errors import BadBoundary, RemoteError, SessionError, Unsupported
 from microtome.inputs import Inputs
 from microtome.remote import protocol
@@ -79,6 +80,7 @@ class RemoteTraining:
         self._max_reply = max_reply
         self._actions: list[_Action] = []
         self._failure: str | None = None  # why the present step cannot be ended
+        self._open_backwards = 0  # those whose gradients came, and have not gone through all of the head
         self._epoch = 0  # changes when the actions so far are done with
         self._is_ending = False  # the server may have ended the present step
         self._is_ended = self._is_applied = False  # it has; the optimizer here has stepped, too
@@ -91,6 +93,7 @@ class RemoteTraining:
         if saved_run is not None:
             side.step = None  # until the server says from which one both go on
         self._seed = int.from_bytes(xxhash.xxh3_64_digest(torch.initial_seed().to_bytes(16, "little", signed=True)))
+        side.discard()  # a run begins without gradients, as on the server
         self._until_answered(self._attach)
 
     @property
@@ -161,6 +164,7 @@ class RemoteTraining:
             SessionError: The step has no backward, or a part of it failed: call `zero_grad`, and repeat it.
         """
         self._check_whole()
+        self._check_backwards()
         _ = self.num_steps
         if not self._is_ended:
             if not any(action.fields["kind"] == BACKWARD for action in self._actions):
@@ -182,8 +186,12 @@ class RemoteTraining:
         self._forget()
 
     def close(self) -> None:
-        """Disconnect; the server drops what the present step has done."""
-        self._connection.close()
+        """Disconnect; both sides drop what the present step has done."""
+        try:
+            if self._side.is_in_step:
+                self._side.discard()
+        finally:
+            self._connection.close()
 
     def __enter__(self) -> Self:
         return self
@@ -245,7 +253,15 @@ class RemoteTraining:
         payload = sent.to_bytes(self._codec)
         reply = self._run(_Action({"kind": BACKWARD, "forward": number}, payload, bound))
         with self._failing():
-            return match_gradients(boundary, Boundary.from_bytes(reply, limit=6 * bound))
+            matched = match_gradients(boundary, Boundary.from_bytes(reply, limit=6 * bound))
+            self._open_backwards += 1
+            on_backward_end(lambda: self._end_backward(epoch))
+        return matched
+
+    def _end_backward(self, epoch: int) -> None:
+        """Record that the gradients of a reply have gone through all of the head."""
+        if epoch == self._epoch:
+            self._open_backwards -= 1
 
     def _run(self, action: _Action) -> bytes:
         """Run an action on the server; after a failure there, repeat those before it in this step."""
@@ -269,6 +285,7 @@ class RemoteTraining:
         self._actions.clear()
         self._epoch += 1
         self._failure = None
+        self._open_backwards = 0
         self._is_ending = self._is_ended = self._is_applied = False
 
     def _check_not_ending(self) -> None:
@@ -280,6 +297,15 @@ class RemoteTraining:
             raise SessionError(
                 f"a part of step {self._side.step} failed, so that it cannot be ended: call zero_grad(), and repeat "
                 f"it. It failed with: {self._failure}"
+            )
+
+    def _check_backwards(self) -> None:
+        """Raise if a backward failed in the head after the gradients of the tail were added on the server."""
+        if self._open_backwards:
+            raise SessionError(
+                f"expected the backwards of step {self._side.step} to end, got {self._open_backwards} that failed in "
+                "the head, or still run: the tail has gradients that the head has not. Call zero_grad(), and repeat "
+                "the step"
             )
 
     # -- the server ----------------------------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from microtome.devices.base import default_generators
 from microtome.engine.fingerprint import modes_fingerprint
 from microtome.engine.saved_tensors import graph_bytes, saved_bytes
 from microtome.errors import BadQuery, MicrotomeError, NoMatch, RemoteError, Unsupported
@@ -273,10 +274,7 @@ class TrainingRun:
 
     def _run(self, tail: TrainedStage, boundary: Boundary, seed: int, labels: Sequence[Tensor] | None) -> Any:
         device = tail.stage.device or torch.device("cpu")
-        devices = [] if device.type == "cpu" else [device.index or 0]
-        kind = "cuda" if device.type == "cpu" else device.type
-        with torch.random.fork_rng(devices, device_type=kind), torch.enable_grad():
-            torch.manual_seed(seed)
+        with _seeded_generators({device, *_devices_of(tail.stage.model)}, seed), torch.enable_grad():
             output = tail.stage.run((boundary,), {})
             if labels is None:
                 return output
@@ -286,6 +284,24 @@ class TrainingRun:
             if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
                 raise MicrotomeError(f"expected a loss that is a number with a gradient, got {loss!r:.200}")
             return loss
+
+
+def _devices_of(model: nn.Module) -> set[torch.device]:
+    return {parameter.device for parameter in model.parameters() if not parameter.is_meta}
+
+
+@contextmanager
+def _seeded_generators(devices: set[torch.device], seed: int) -> Iterator[None]:
+    """Seed the generators of the CPU and of these devices alone, and restore their states afterwards."""
+    generators = default_generators(devices)
+    states = [generator.get_state() for generator in generators]
+    try:
+        for generator in generators:
+            generator.manual_seed(seed)
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
 def _describe(run: str | None, tail: TrainedStage) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -48,6 +49,7 @@ class TrainedStage:
         self._buffers_before: list[Tensor] | None = None
         self._checkpoints = checkpoints
         self.optimizer = self._make_optimizer(optimizer)
+        self._weights |= self._extra_parameters()
         if checkpoints is not None and self.optimizer is None and self.parameters:
             raise BadQuery(
                 "expected optimizer= with checkpoint=, got none: a checkpoint has the state of the optimizer, which "
@@ -79,14 +81,18 @@ class TrainedStage:
             )
         return None if saved is None else saved.run
 
+    @property
+    def is_in_step(self) -> bool:
+        """Whether the present step has had a forward."""
+        return self._buffers_before is not None
+
     def begin_step(self) -> None:
         """Keep the buffers, which forwards change."""
         self._buffers_before = [buffer.clone() for buffer in self._buffers]
 
     def discard(self) -> None:
         """Drop the gradients, and restore the buffers: as before the step."""
-        for parameter in self.parameters:
-            parameter.grad = None
+        self._drop_gradients()
         if self._buffers_before is not None:
             with torch.no_grad():
                 for buffer, before in zip(self._buffers, self._buffers_before, strict=True):
@@ -99,8 +105,7 @@ class TrainedStage:
         step, self.step = self.step, None  # until all weights are those of the next step
         if self.optimizer is not None and not skip:
             self.optimizer.step()
-        for parameter in self.parameters:
-            parameter.grad = None
+        self._drop_gradients()
         self._buffers_before = None
         self.step = step + 1
 
@@ -136,6 +141,20 @@ class TrainedStage:
     def _saved_run(self, run: str) -> SavedRun:
         return SavedRun(run, self.stage.fingerprint, self._at, self.stage.index)
 
+    def _drop_gradients(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+
+    def _extra_parameters(self) -> dict[str, Tensor]:
+        """The parameters of the optimizer that the model does not have, such as a temperature of the loss."""
+        if self.optimizer is None:
+            return {}
+        trained = [weight for group in self.optimizer.param_groups for weight in group["params"]]
+        of_model = {id(weight) for weight in self.stage.model.parameters()}
+        return {f"optimizer {index}": one for index, one in enumerate(trained) if id(one) not in of_model}
+
     def _make_optimizer(self, optimizer: MakesOptimizer | None) -> Optimizer | None:
         made: Any = optimizer
         if callable(optimizer) and not isinstance(optimizer, Optimizer):
@@ -145,7 +164,18 @@ class TrainedStage:
                 "expected an optimizer, or a function that makes one from a list of parameters, got "
                 f"{type(made).__name__}: such as lambda parameters: torch.optim.Adam(parameters, lr=1e-3)"
             )
+        if made is not None and _needs_closure(made):
+            raise Unsupported(
+                f"expected an optimizer that steps without a closure, got {type(made).__name__}: it runs forwards and "
+                "backwards in its step, which belong to both sides. Pass another one, such as torch.optim.Adam"
+            )
         return made
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    arguments = inspect.signature(optimizer.step).parameters.values()
+    named = (one for one in arguments if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD))
+    return any(one.default is one.empty for one in named)
 
 
 def common_step(here: Iterable[int], there: Iterable[int]) -> int | None:
