@@ -240,25 +240,70 @@ def test_views_that_are_written_to_after_the_cut_are_refused() -> None:
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-class Functional(nn.Module):
-    """Drops out in its own code, which both sides of a cut inside it run."""
+class Drawing(nn.Module):
+    """Draws in its own code, which both sides of a cut inside it run."""
 
-    def __init__(self) -> None:
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.a, self.b, self.draw = nn.Linear(4, 4), nn.Linear(4, 4), draw
 
     def forward(self, x: Tensor) -> Tensor:
-        x = nn.functional.dropout(self.a(x), 0.5, self.training)
+        x = self.draw(self.a(x))
         return x + self.b(x)
 
 
-def test_random_numbers_that_the_tail_would_draw_again_are_refused() -> None:
-    message = "draws random numbers in code that both sides of the cut at 'b' run, and the tail needs them"
-    with pytest.raises(Unsupported, match=message):
-        mt.split(Functional(), torch.randn(3, 4), at="b", grad=True)
-    outer = nn.Sequential(Functional(), nn.Linear(4, 4))
+def drop_sample(x: Tensor) -> Tensor:
+    return x * x.new_empty(len(x), 1).bernoulli_(0.5)
+
+
+def add_noise(x: Tensor) -> Tensor:
+    return x + torch.rand_like(x) * torch.rand([])
+
+
+def relax(x: Tensor) -> Tensor:
+    return torch.bernoulli(x.sigmoid()) + x
+
+
+@pytest.mark.parametrize("draw", [nn.functional.dropout, drop_sample, add_noise])
+def test_random_numbers_without_a_gradient_cross_the_cut(draw: Callable[[Tensor], Tensor]) -> None:
+    model, x = Drawing(draw), torch.randn(3, 4)
+    stages = mt.split(model, x, at="b", grad=True)
+    torch.manual_seed(0)
+    expected = gradients_of(model, x, model)
+    torch.manual_seed(0)
+    assert is_near(gradients_of(model, x, stages), expected)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+def test_random_numbers_through_which_a_gradient_flows_are_refused(mode: Callable[[], Any]) -> None:
+    message = "draws random numbers in code that both sides of the cut at 'b' run, and their gradient cannot cross"
+    with mode(), pytest.raises(Unsupported, match=message):
+        mt.split(Drawing(relax), torch.randn(3, 4), at="b", grad=True, verify=False)
+    outer = nn.Sequential(Drawing(relax), nn.Linear(4, 4))
     stages = mt.split(outer, torch.randn(3, 4), at="0", grad=True)
     assert str(stages.gradients) == "bit-equal"
+
+
+def test_a_model_that_draws_whether_to_drop_layers_is_split_between_them() -> None:
+    class LayerDrop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                if not self.training or torch.rand([]) >= 0.0:
+                    x = layer(x).tanh()
+            return x
+
+    model, x = LayerDrop(), torch.randn(3, 4)
+    stages = mt.split(model, x, at=["layers.0", "layers.1"], grad=True)
+    assert str(stages.gradients) == "bit-equal"
+    modules = [stage.as_module() for stage in stages]
+    value: Any = (x,)
+    for module in modules:
+        value = module(*value) if isinstance(value, tuple) else module(value)
+    assert value.equal(model(x))
 
 
 class _Counted(torch.autograd.Function):

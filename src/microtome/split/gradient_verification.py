@@ -43,11 +43,11 @@ def check_trainable(splitter: Splitter, chosen: Sequence[Cut]) -> None:
         )
     for crossing in splitter.crossings(chosen, [()] * len(chosen)):
         for location in crossing.values:
-            if location.draw is not None:
+            if location.draw is not None and splitter.analysis.draws[location.draw].has_gradient:
                 raise Unsupported(
                     f"{splitter.analysis.draws[location.draw].name} draws random numbers in code that both sides of "
-                    f"the cut at {crossing.cut.address!r} run, and the tail needs them: cut before they are drawn, or "
-                    "outside the call that draws them"
+                    f"the cut at {crossing.cut.address!r} run, and their gradient cannot cross: cut before they are "
+                    "drawn, or outside the call that draws them"
                 )
 
 

@@ -7,6 +7,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from microtome.engine.fingerprint import model_fingerprint, structure_fingerprint
@@ -59,7 +60,8 @@ class Splitter:
         with SUBSTITUTION_LOCK:
             original = Inputs.of(inputs, model)
             self.example = copy_inputs(original, model)  # the caller may write to the original
-            self.analysis: Analysis = analyze(model, self.example, state)
+            with torch.set_grad_enabled(grad or torch.is_grad_enabled()):
+                self.analysis: Analysis = analyze(model, self.example, state)
             created = self.analysis.created_states
             with as_state(self.analysis.state_classes):
                 # Of the original, since copies of arrays do not overlap in memory.

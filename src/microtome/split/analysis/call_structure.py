@@ -158,7 +158,7 @@ class CallRecorder(Probe):
 
     def op(self, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if is_random(func, args, kwargs):
-            self.draws[len(self.scalars)] = Draw.of(where, func)
+            self.draws[len(self.scalars)] = Draw.of(where, func, args, kwargs)
             if isinstance(generator := kwargs.get("generator"), torch.Generator):
                 self.generators[id(generator)] = generator
         self.scalars.append(describe_scalars(args, kwargs))

@@ -44,16 +44,21 @@ class Draw(NamedTuple):
     Attributes:
         is_composite: Whether it is a function that is recorded whole: which operators it runs depends on the device.
         is_dropout: Whether it is part of a dropout function.
+        has_gradient: Whether a gradient may flow through it to its arguments.
     """
 
     name: str
     is_composite: bool
     is_dropout: bool
+    has_gradient: bool
 
     @classmethod
-    def of(cls, where: Where, func: AnyOp) -> Draw:
+    def of(cls, where: Where, func: AnyOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw:
+        name = op_name(func)
         is_dropout = "dropout" in getattr(where.function, "__name__", "")
-        return cls(op_name(func), not isinstance(func, OpOverload), is_dropout)
+        requires_grad = any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
+        takes_shape_alone = name.partition(".")[0].endswith("_like")
+        return cls(name, not isinstance(func, OpOverload), is_dropout, requires_grad and not takes_shape_alone)
 
     def can_be_sent(self, op: Op, *, is_fused: bool) -> bool:
         """Whether the operator runs as recorded on the model's device, and returns all that it draws.
