@@ -332,7 +332,10 @@ class Counted(nn.Module):
 
 
 def test_gradients_that_differ_are_refused() -> None:
-    message = r"the Counted cannot be trained across the cut at a: the stages give a gradient of a.\w+ that differs by"
+    message = (
+        r"the Counted cannot be trained across the cut at a: expected the gradient of a.\w+, of numbers up to .*, got "
+        "one that differs by"
+    )
     with pytest.raises(Unsupported, match=message):
         mt.split(Counted(), torch.randn(3, 4), at="a", grad=True)
 
@@ -439,5 +442,38 @@ def test_rounding_errors_are_told_from_lost_gradients() -> None:
     assert str(result) == "equal within 6e-07"  # 2e-6 of 3, rounded to float32
     for lost in ({**expected, "bias": torch.zeros(1)}, {**expected, "a": torch.tensor([1.0, 3.1])}):
         assert isinstance(compare_gradients(lost, expected, ()), GradientMismatch)
-    missing = compare_gradients({"a": expected["a"]}, expected, ())
-    assert str(missing) == "no gradient of bias, which has one in the whole model, or one that it has not"
+    missing, extra = {"a": expected["a"]}, {**expected, "b": torch.ones(1)}
+    assert str(compare_gradients(missing, expected, ())) == "expected a gradient of bias, got none"
+    message = "expected no gradient of b, as in the whole model, got one"
+    assert str(compare_gradients(extra, expected, ())) == message
+    wrong = compare_gradients({**expected, "a": torch.tensor([1.0, 3.5])}, expected, ())
+    assert str(wrong) == "expected the gradient of a, of numbers up to 3, got one that differs by 0.5"
+
+
+class HalfLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.bias is not None
+        return nn.functional.linear(x.bfloat16(), self.weight.bfloat16(), self.bias.bfloat16()).float()
+
+
+class Uses(nn.Module):
+    """The sum of the gradients of the uses of `x` has another order if the head has one of them."""
+
+    def __init__(self, kind: type[nn.Linear]) -> None:
+        super().__init__()
+        self.first = kind(16, 16)
+        self.uses = nn.ModuleList(kind(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh().bfloat16()
+        return torch.stack([use(x) for use in self.uses]).sum(0)
+
+
+@pytest.mark.parametrize("is_autocast", [True, False], ids=["autocast", "casts of the model"])
+def test_gradients_inside_a_block_are_equal_within_the_precision_that_it_computes_with(is_autocast: bool) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(HalfLinear(16, 16), Uses(nn.Linear if is_autocast else HalfLinear)), torch.randn(8, 16)
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+        stages = mt.split(model, x, at="1.uses.1", grad=True)
+    assert stages.gradients is not None
+    assert 1e-5 < stages.gradients.relative < 8 * torch.finfo(torch.bfloat16).eps

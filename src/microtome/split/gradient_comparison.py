@@ -38,23 +38,44 @@ class GradientComparison(NamedTuple):
 
 
 class GradientMismatch(NamedTuple):
-    """A gradient that differs by more than the order of its sums explains."""
+    """A gradient that differs by more than the order of its sums explains.
+
+    Attributes:
+        expected: The largest absolute number of the gradient in the whole model; None: it has none.
+        difference: The largest absolute difference of that of the stages; None: they have none.
+    """
 
     name: str
+    expected: float | None
     difference: float | None
 
     def __str__(self) -> str:
         if self.difference is None:
-            return f"no gradient of {self.name}, which has one in the whole model, or one that it has not"
-        return f"a gradient of {self.name} that differs by {self.difference:.3g}"
+            return f"expected a gradient of {self.name}, got none"
+        if self.expected is None:
+            return f"expected no gradient of {self.name}, as in the whole model, got one"
+        return (
+            f"expected the gradient of {self.name}, of numbers up to {self.expected:.3g}, got one that differs by "
+            f"{self.difference:.3g}"
+        )
 
 
 def compare_gradients(
-    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], trained: tuple[frozenset[str], ...]
+    found: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    trained: tuple[frozenset[str], ...],
+    precision: float = 0.0,
 ) -> GradientComparison | GradientMismatch:
-    """Compare gradients by name; return the first that differs, if any does."""
-    if missing := sorted(found.keys() ^ expected.keys()):
-        return GradientMismatch(missing[0], None)
+    """Compare gradients by name; return the first that differs, if any does.
+
+    Args:
+        precision: The relative precision that the model computes with, where that is less than the gradients have, as
+            under autocast.
+    """
+    if missing := sorted(expected.keys() - found.keys()):
+        return GradientMismatch(missing[0], _largest(expected[missing[0]]), None)
+    if extra := sorted(found.keys() - expected.keys()):
+        return GradientMismatch(extra[0], None, _largest(found[extra[0]]))
     overall = max(map(_largest, expected.values()), default=0.0)
     largest = relative = 0.0
     for name, gradient in expected.items():
@@ -63,11 +84,11 @@ def compare_gradients(
             continue
         difference = _largest(other.to(gradient.device) - gradient)
         own = _largest(gradient)
-        allowed = _MAX_UNITS * torch.finfo(gradient.dtype).eps
+        allowed = _MAX_UNITS * max(torch.finfo(gradient.dtype).eps, precision)
         is_lost = not _largest(other) and own > 0
         # A gradient that is 0 but for rounding errors, as that of a key's bias in attention, has the errors of others.
         if is_lost or not difference <= allowed * max(own, overall):
-            return GradientMismatch(name, difference)
+            return GradientMismatch(name, own, difference)
         largest = max(largest, difference)
         relative = max(relative, difference / own if difference <= allowed * own else difference / overall)
     return GradientComparison(largest, relative, trained)
