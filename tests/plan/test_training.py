@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from itertools import combinations
 from typing import Any
@@ -14,7 +15,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 import microtome as mt
 from microtome import zoo
-from microtome.errors import BadQuery
+from microtome.errors import BadQuery, Unsupported
 from microtome.plan import training_search
 from microtome.plan.device_costs import DeviceCosts, cut_points
 from microtome.plan.schedules import (
@@ -285,6 +286,53 @@ def test_frozen_parameters_have_neither_gradients_nor_optimizer_state() -> None:
     head, tail = training(plan["l1"]).stages
     assert (head.param_bytes, head.gradient_bytes, head.optimizer_bytes) == (200, 0, 0)
     assert (tail.param_bytes, tail.gradient_bytes, tail.optimizer_bytes) == (200, 100, 200)
+
+
+class Sampled(torch.nn.Module):
+    """Draws from probabilities of its own, through which a gradient flows, and writes to one of two views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (torch.nn.Linear(8, 8) for _ in range(3))
+        self.split, self.last = Halves(), torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.bernoulli(self.first(x).sigmoid())
+        left, right = self.split(self.third(x + self.second(x)))
+        left.mul_(2)
+        y: torch.Tensor = self.last(left * right)
+        return y
+
+
+class Halves(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x[:, :4], x[:, 4:]
+
+
+def test_cuts_that_gradients_cannot_cross_are_left_out() -> None:
+    model, x = torch.nn.Sequential(Sampled(), torch.nn.Linear(4, 4)).train(), torch.randn(3, 8)
+    cuts = mt.cuts(model, x)
+    profile = mt.profile(model, x, measure="time", backward=True, repeat=3)
+    plan = mt.plan(cuts, edge=profile, cloud=profile, link=FAST, objective="training", micro_batches=2)
+    offered = [candidate.at[0] for candidate in plan if candidate.at]
+    assert offered
+    for cut in cuts:
+        if cut.at in offered:
+            mt.split(model, x, at=cut.at, grad=True)
+        else:
+            assert cut.grad_refused is not None
+            with pytest.raises(Unsupported, match="gradient can"):
+                mt.split(model, x, at=cut.at, grad=True)
+    assert {cut.at for cut in cuts if cut.grad_refused} == {"0.second", "0.split"}
+    (note,) = (note for note in plan.notes if "left out" in note)
+    assert note.startswith("2 of 7 cuts are left out: gradients cannot cross them, as at 0.second: bernoulli.")
+
+
+def test_a_model_with_a_cache_is_not_divided() -> None:
+    cuts = replace(CUTS, offered=tuple(replace(cut, head_state_bytes=8) for cut in CUTS))
+    plan = mt.plan(cuts, edge=LAYERS, cloud=LAYERS, link=FAST, objective="training", micro_batches=2)
+    assert [candidate.name for candidate in plan] == ["all on edge", "all on cloud, raw input"]
+    assert any(note.startswith("6 of 6 cuts are left out: gradients cannot cross them") for note in plan.notes)
 
 
 def test_slow_links_and_slow_devices_are_taken_into_account() -> None:

@@ -13,7 +13,7 @@ from microtome.units import seconds
 if TYPE_CHECKING:
     from microtome.plan.cost import DeviceChain
     from microtome.plan.device_costs import CutPoint
-    from microtome.results.cuts import Cuts
+    from microtome.results.cuts import Cut, Cuts
     from microtome.results.link import Link
     from microtome.results.phases import Phases
     from microtome.results.plan import Candidate, Objective, Plan, Schedule
@@ -215,7 +215,8 @@ def _plan_training(
     for name, profile in profiles.items():
         check_profile(cuts, name, profile)
         check_backward(name, profile)
-    points = cut_points(cuts, list(profiles.values()))
+    trainable = replace(cuts, offered=tuple(cut for cut in cuts if _grad_refusal(cut) is None))
+    points = cut_points(trainable, list(profiles.values()))
     factors = arguments.check_factors(slower, list(profiles))
     pipeline = Pipeline(
         devices=[DeviceCosts(name, one, points, factors.get(name, 1.0)) for name, one in profiles.items()],
@@ -243,13 +244,28 @@ def _plan_training(
         notes=(
             *(_slower_note(name, factor, ()) for name, factor in factors.items()),
             *unproved,
-            *_cut_notes(cuts, points),
+            *_grad_notes(cuts),
+            *_cut_notes(trainable, points),
             *_training_notes(optimizer_state),
         ),
         aliases=cuts.aliases,
         micro_batches=micro_batches,
         schedule=schedule,
     )
+
+
+def _grad_refusal(cut: Cut) -> str | None:
+    """The reason why gradients cannot cross a cut; None: none is known."""
+    if cut.head_state_bytes is not None:
+        return "the model has a cache, so list the cuts of a single pass, such as with use_cache=False"
+    return cut.grad_refused
+
+
+def _grad_notes(cuts: Cuts) -> Iterator[str]:
+    refused = [f"{cut.at}: {reason}" for cut in cuts if (reason := _grad_refusal(cut)) is not None]
+    if refused:
+        yield f"{len(refused)} of {len(cuts)} cuts are left out: gradients cannot cross them, as at {refused[0]}"
+    yield "gradients are compared when the model is split with grad=True, which may refuse a cut"
 
 
 def _training_notes(optimizer_state: float) -> Iterator[str]:

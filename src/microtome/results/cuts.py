@@ -42,6 +42,8 @@ class Cut:
         head_params: Parameters that the head reads. One that both sides read counts on both.
         dominates: Whether every cut before it has more bytes.
         refused: The reason why the model cannot be cut here exactly; None: it can.
+        grad_refused: The reason why gradients cannot cross it, so that it is no cut for training; None: none is known
+            beside a cache.
         head_state_bytes: Bytes of a language model's cache that stay in the head after the run; None: it has none.
     """
 
@@ -59,6 +61,7 @@ class Cut:
     tail_param_bytes: int
     dominates: bool = False
     refused: str | None = None
+    grad_refused: str | None = None
     head_state_bytes: int | None = None
     tail_state_bytes: int | None = None
 

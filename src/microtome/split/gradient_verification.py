@@ -18,6 +18,7 @@ from microtome.results.cuts import Cut
 from microtome.split.analysis.randomness import devices_of, save_random_state
 from microtome.split.boundary.boundary import Boundary
 from microtome.split.cuts.crossing import ValueLocation
+from microtome.split.cuts.refusals import find_gradient_refusal
 from microtome.split.execution.placeholder import Placeholder
 from microtome.split.gradient_comparison import GradientComparison, GradientMismatch, compare_gradients
 from microtome.split.verification import run_whole
@@ -42,13 +43,8 @@ def check_trainable(splitter: Splitter, chosen: Sequence[Cut]) -> None:
             "such as with use_cache=False"
         )
     for crossing in splitter.crossings(chosen, [()] * len(chosen)):
-        for location in crossing.values:
-            if location.draw is not None and splitter.analysis.draws[location.draw].has_gradient:
-                raise Unsupported(
-                    f"{splitter.analysis.draws[location.draw].name} draws random numbers in code that both sides of "
-                    f"the cut at {crossing.cut.address!r} run, and their gradient cannot cross: cut before they are "
-                    "drawn, or outside the call that draws them"
-                )
+        if (refusal := find_gradient_refusal(splitter.analysis, crossing)) is not None:
+            raise Unsupported(refusal)
 
 
 class GradientVerification:

@@ -20,7 +20,7 @@ from microtome.split.analysis.structure_spec import TensorSpec
 from microtome.split.cuts.crossing import Crossing, ValueLocation
 from microtome.split.cuts.liveness import Liveness
 from microtome.split.cuts.phases import price_phases
-from microtome.split.cuts.refusals import find_refusal
+from microtome.split.cuts.refusals import find_gradient_refusal, find_refusal
 
 
 def cuts(model: nn.Module, inputs: Any) -> Cuts:
@@ -114,7 +114,22 @@ class CutTable:
         live = (*self._arrays, *_live_values(self._analysis, crossing))
         nbytes = sum(value.nbytes for value in live)
         costs = self._costs.at(crossing)
-        return Cut(index, call.address, call.type, call.depth, live, nbytes, *costs, refused=refused)
+        grad_refused = find_gradient_refusal(self._analysis, crossing) or self._refuse_writes(crossing)
+        return Cut(
+            index, call.address, call.type, call.depth, live, nbytes, *costs, refused=refused, grad_refused=grad_refused
+        )
+
+    def _refuse_writes(self, crossing: Crossing) -> str | None:
+        """The reason why no gradient can cross where values that share memory are written to after the cut."""
+        values = self._analysis.trace.values
+        for location in crossing.written:
+            value = values[crossing.values[location]]
+            if value.memory in crossing.joined and value.dtype.is_floating_point and not location.is_input:
+                return (
+                    f"{location_name(self._analysis, location)!r} shares memory with another value that crosses the "
+                    "cut, and is modified in place after it"
+                )
+        return None
 
 
 def _live_values(analysis: Analysis, crossing: Crossing) -> tuple[Live, ...]:

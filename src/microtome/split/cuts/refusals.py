@@ -23,6 +23,17 @@ def find_refusal(analysis: Analysis, crossing: Crossing) -> str | None:
     )
 
 
+def find_gradient_refusal(analysis: Analysis, crossing: Crossing) -> str | None:
+    """The reason why gradients cannot cross a cut of a model without state; None: none is known."""
+    for location in crossing.values:
+        if location.draw is not None and (draw := analysis.draws[location.draw]).has_gradient:
+            return (
+                f"{draw.name} draws random numbers in code that both sides of the cut at {crossing.cut.address!r} run, "
+                "and their gradient cannot cross: cut before they are drawn, or outside the call that draws them"
+            )
+    return None
+
+
 def _refuse_fused(analysis: Analysis, crossing: Crossing) -> str | None:
     for level in reversed(crossing.levels):
         if level.call.index in analysis.fused_calls:
