@@ -288,6 +288,40 @@ def test_frozen_parameters_have_neither_gradients_nor_optimizer_state() -> None:
     assert (tail.param_bytes, tail.gradient_bytes, tail.optimizer_bytes) == (200, 100, 200)
 
 
+class Tied(torch.nn.Module):
+    """A first and a last layer of one weight, of 8 x 8 floats, around norms of 8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False)
+        self.last.weight = self.first.weight
+        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(8, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for norm in self.norms:
+            x = norm(x)
+        y: torch.Tensor = self.last(x)
+        return y
+
+
+def test_a_tied_weight_counts_in_the_stages_that_read_it() -> None:
+    model, x = Tied(), torch.randn(3, 8)
+    cuts = mt.cuts(model, x)
+    profile = mt.profile(model, x, measure="time", backward=True, repeat=3)
+    points = cut_points(cuts, [profile])
+    table = DeviceCosts("gpu", profile, points, shared_weights=cuts.shared_weights).param_bytes()
+    tied, norm = 4 * 64, 4 * 8  # bytes
+    assert [point.at for point in points] == [None, "first", "norms.0", "norms.1", "norms.2", "last", None]
+    for begin, end in combinations(range(7), 2):
+        reads_tied = begin == 0 or begin < 5 <= end
+        norms = max(min(end, 4) - max(begin, 1), 0)
+        assert table[begin, end] == reads_tied * tied + norms * norm, (begin, end)
+    stages = mt.split(model, x, at=["first", "norms.2"], grad=True)
+    held = [sum(weight.nbytes for weight in stage.as_module(tied="sum").parameters()) for stage in stages]
+    assert held == [table[0, 1], table[1, 4], table[4, 6]] == [tied, 3 * norm, tied]
+
+
 class Sampled(torch.nn.Module):
     """Draws from probabilities of its own, through which a gradient flows, and writes to one of two views."""
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from microtome.results.cuts import Cuts, Live
+from microtome.results.cuts import Cuts, Live, SharedWeight
 from microtome.results.profile import Profile
 from microtome.results.rows import Row
 
@@ -26,11 +27,13 @@ class CutPoint:
 
     Attributes:
         at: The address of the cut; None at both ends.
+        index: That of the cut; less at the beginning, greater at the end.
         live: The values that cross.
         head_param_bytes: Bytes of the parameters that are read before; `tail_param_bytes`: after.
     """
 
     at: str | None
+    index: int
     live: tuple[Live, ...]
     head_param_bytes: int
     tail_param_bytes: int
@@ -41,11 +44,12 @@ def cut_points(cuts: Cuts, profiles: Sequence[Profile]) -> list[CutPoint]:
     total = profiles[0].total.param_bytes
     timed = [{row.address for row in profile if row.elapsed_s is not None} for profile in profiles]
     between = [
-        CutPoint(cut.at, cut.live, cut.head_param_bytes, cut.tail_param_bytes)
+        CutPoint(cut.at, cut.index, cut.live, cut.head_param_bytes, cut.tail_param_bytes)
         for cut in cuts
         if all(cut.at in addresses for addresses in timed)
     ]
-    return [CutPoint(None, cuts.inputs, 0, total), *between, CutPoint(None, cuts.outputs, total, 0)]
+    begin = CutPoint(None, -1, cuts.inputs, 0, total)
+    return [begin, *between, CutPoint(None, sys.maxsize, cuts.outputs, total, 0)]
 
 
 class DeviceCosts:
@@ -65,6 +69,7 @@ class DeviceCosts:
         points: Sequence[CutPoint],
         slower: float = 1.0,
         stages: StageTimes = MappingProxyType({}),
+        shared_weights: Sequence[SharedWeight] = (),
     ) -> None:
         self.name = name
         self.profile = profile
@@ -78,6 +83,7 @@ class DeviceCosts:
         self.elapsed_s = torch.tensor(clocks, dtype=torch.float64) * slower
         self._slower = slower
         self._stages = stages
+        self._shared_weights = shared_weights
 
     def run_s(self) -> Tensor:
         """Return the seconds from each point (row) to each other."""
@@ -163,7 +169,17 @@ class DeviceCosts:
         """Return the bytes of the parameters of each part."""
         head = torch.tensor([point.head_param_bytes for point in self._points], dtype=torch.float64)
         tail = torch.tensor([point.tail_param_bytes for point in self._points], dtype=torch.float64)
-        return (head[None, :] + tail[:, None] - self._points[0].tail_param_bytes).clamp_(min=0.0)
+        read_in = head[None, :] + tail[:, None] - self._points[0].tail_param_bytes
+        return (read_in - self._param_bytes_around()).clamp_(min=0.0)
+
+    def _param_bytes_around(self) -> Tensor:
+        """Return the bytes of the parameters that are read before and after each part, and not in it."""
+        around = torch.zeros(len(self._points), len(self._points), dtype=torch.float64)
+        indices = torch.tensor([point.index for point in self._points])
+        for nbytes, reads in self._shared_weights:
+            for last, following in pairwise(reads):
+                around += nbytes * ((last <= indices)[:, None] & (indices < following)[None, :])
+        return around
 
     def trainable_bytes(self) -> Tensor:
         """Return the bytes of the parameters of each part that require a gradient.

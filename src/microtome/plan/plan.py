@@ -136,7 +136,8 @@ def plan(
         raise BadQuery("stages= are for one run, and tokens= for many: a compiled or exported stage keeps no cache")
     times = arguments.check_stages(stages, names, points, objective)
     chain_devices = [
-        DeviceCosts(name, one, points, factors.get(name, 1.0), times.get(name, {})) for name, one in profiles.items()
+        DeviceCosts(name, one, points, factors.get(name, 1.0), times.get(name, {}), cuts.shared_weights)
+        for name, one in profiles.items()
     ]
     codecs = arguments.check_codecs("raw" if codec is None else codec)
     memory_limits = arguments.parse_limits(limits, names)
@@ -219,7 +220,10 @@ def _plan_training(
     points = cut_points(trainable, list(profiles.values()))
     factors = arguments.check_factors(slower, list(profiles))
     pipeline = Pipeline(
-        devices=[DeviceCosts(name, one, points, factors.get(name, 1.0)) for name, one in profiles.items()],
+        devices=[
+            DeviceCosts(name, one, points, factors.get(name, 1.0), shared_weights=cuts.shared_weights)
+            for name, one in profiles.items()
+        ],
         links=links,
         points=points,
         schedule=schedule,

@@ -69,6 +69,17 @@ class Cut:
         return f"<Cut at {self.at!r}, {'refused' if self.refused else size(self.nbytes)}>"
 
 
+class SharedWeight(NamedTuple):
+    """A parameter that is read at several points of the run, such as an embedding that is also the output layer.
+
+    Attributes:
+        read_before: For each of these points, the index of the first cut after it; that after all cuts is their number.
+    """
+
+    nbytes: int
+    read_before: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class TokenCuts:
     """The cuts of the run of a language model for the token after a prompt; the fields are those of `Cuts`."""
@@ -104,6 +115,7 @@ class Cuts(Result, Sequence[Cut], kind="cuts"):
         token: Of a language model whose inputs are a prompt: the cuts of the run for the next token.
         prompt_tokens: The tokens of each prompt.
         no_decode: The reason why the next token of a model with a cache is not priced; None: it is.
+        shared_weights: The parameters that are read before and after a cut; empty in files of an older microtome.
     """
 
     model: str
@@ -121,6 +133,7 @@ class Cuts(Result, Sequence[Cut], kind="cuts"):
     token: TokenCuts | None = None
     prompt_tokens: int | None = None
     no_decode: str | None = None
+    shared_weights: tuple[SharedWeight, ...] = ()
 
     @property
     def title(self) -> str:
@@ -173,6 +186,7 @@ class Cuts(Result, Sequence[Cut], kind="cuts"):
             calls=step.calls,
             flops=step.flops,
             token=None,
+            shared_weights=(),  # by the cuts of the other run
         )
 
     def token_bytes(self, at: str) -> int | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
@@ -12,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from microtome.engine.selectors import check_model
-from microtome.results.cuts import Cut, Cuts, Live
+from microtome.results.cuts import Cut, Cuts, Live, SharedWeight
 from microtome.results.trace import TracedCall, Value
 from microtome.split.analysis.analysis import Analysis, analyze
 from microtome.split.analysis.arrays import array_name
@@ -97,6 +98,7 @@ class CutTable:
             *self._params,
             None if None in flops else sum(count for count in flops if count is not None),
             aliases=trace.aliases,
+            shared_weights=self._costs.shared_weights([call.ends for call in self._calls]),
         )
 
     @cached_property
@@ -197,6 +199,7 @@ class _Costs:
         for value in trace.values:
             uses.setdefault(value.memory, []).extend(value.consumers)
         used = [value for value in trace.values if value.origin == "parameter" and uses[value.memory]]
+        self._uses = [(value, uses[value.memory]) for value in used]
         self._last_use = {value.index: max(uses[value.memory]) for value in used}
         self._used_by: dict[int, list[Value]] = {}
         self._weighted: dict[int, list[int]] = {}
@@ -213,6 +216,15 @@ class _Costs:
         if call.index not in self._weighted:
             self._weighted[call.index] = [op for op in call.ops if op in self._used_by]
         return self._weighted[call.index]
+
+    def shared_weights(self, ends: Sequence[int]) -> tuple[SharedWeight, ...]:
+        """The parameters that are read on both sides of a cut.
+
+        Args:
+            ends: For each cut, the number of operators before it.
+        """
+        points = ((value, sorted({bisect_right(ends, op) for op in ops})) for value, ops in self._uses)
+        return tuple(SharedWeight(value.nbytes, tuple(found)) for value, found in points if len(found) > 1)
 
     def at(self, crossing: Crossing) -> tuple[int | None, int | None, int, int, int, int]:
         """MACs, numbers of parameters and bytes of parameters, each of the head and of the tail."""
