@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import microtome as mt
 from microtome.errors import BadInputs, Unsupported
 from microtome.split.pipelining.stage_module import StageModule
+from tests.split import language_models
 
 
 class Block(nn.Module):
@@ -235,8 +236,100 @@ def test_what_crosses_may_not_depend_on_values() -> None:
     stages = mt.split(Counting(), torch.ones(2, 4), at="a", grad=True)
     head = stages[0].as_module()
     head(torch.ones(2, 4))
-    with pytest.raises(Unsupported, match="what crosses at 'a' differs from the example: it depends on values"):
+    message = (
+        r"what crosses at 'a' differs from the example: expected an output of 'a' with the values \[8\], got \[0\]; it "
+        "depends on values of the inputs"
+    )
+    with pytest.raises(Unsupported, match=message):
         head(-torch.ones(2, 4))
+
+
+class Masked(nn.Module):
+    """Leaves out a mask that masks nothing, as transformers does unless it has 4 dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = AddMask(), AddMask()
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        used = None if mask.dim() < 4 and bool(mask.all()) else mask.expand(1, 1, *mask.shape[-2:])
+        y: Tensor = self.b(self.a(x, used), used)
+        return y
+
+
+class AddMask(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        x = self.linear(x)
+        return x if mask is None else x.masked_fill(~mask[0, 0], 0.0)
+
+
+@pytest.mark.parametrize("is_padded", [True, False])
+def test_a_mask_that_is_left_out_at_times_is_an_error_unless_it_has_four_dimensions(is_padded: bool) -> None:
+    model, x, full = Masked(), torch.randn(2, 4), torch.ones(2, 4, dtype=torch.bool)
+    padded = full.clone()
+    padded[0, 0] = False
+    example, other = (padded, full) if is_padded else (full, padded)
+    head = mt.split(model, (x, example), at="a", grad=True)[0].as_module()
+    head(x, example)
+    mask, none = "bool[1, 1, 2, 4]", "float32[2, 4], None"
+    expected, got = (mask, none) if is_padded else (none, mask)
+    with pytest.raises(Unsupported) as info:
+        head(x, other)
+    remedy = "Pass inputs for which it does not, such as a mask of 4 dimensions"
+    for part in ("expected arguments of 'a' (", expected, "got (", got, remedy):
+        assert part in str(info.value)
+    modules = [stage.as_module() for stage in mt.split(model, (x, example[None, None]), at="a", grad=True)]
+    for used in (example, other):
+        assert run(modules, x, used[None, None]).equal(model(x, used))
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_language_model_trains_on_batches_with_and_without_padding(attention: str) -> None:
+    model, at = language_models.build("llama")
+    model.train().set_attn_implementation(attention)  # type: ignore[operator]
+    ids = torch.randint(3, language_models.VOCABULARY, (2, 9))
+    full = torch.ones(2, 9, dtype=torch.long)
+    padded = full.clone()
+    padded[0, :2] = 0
+
+    def inputs_with(mask: Tensor) -> mt.Inputs:
+        if attention == "sdpa":  # which would leave it out
+            mask = torch.ones(9, 9, dtype=torch.bool).tril() & mask[:, None, None].bool()
+        return mt.Inputs(input_ids=ids, attention_mask=mask, use_cache=False)
+
+    stages = mt.split(model, inputs_with(full), at=at, grad=True)
+    modules = [stage.as_module(tied="sum") for stage in stages]
+    for mask in (padded, full):
+        inputs = inputs_with(mask)
+        output = run(modules, ids, inputs.kwargs["attention_mask"])
+        expected = inputs.run(model).logits
+        assert output.equal(expected)
+        model.zero_grad()
+        output.square().sum().backward()
+        found = {name: weight.grad for name, weight in model.named_parameters()}
+        model.zero_grad()
+        expected.square().sum().backward()
+        for name, weight in model.named_parameters():
+            assert weight.grad is not None
+            assert weight.grad.equal(found[name]), name
+
+
+@pytest.mark.parametrize("was_frozen", [True, False])
+def test_a_weight_that_is_frozen_after_the_split_is_named(was_frozen: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4))
+    model[0].weight.requires_grad_(not was_frozen)  # type: ignore[union-attr, operator]
+    head = mt.split(model, torch.randn(2, 4), at="0", grad=True)[0].as_module()
+    head(torch.randn(2, 4))
+    head.get_parameter("0.weight").requires_grad_(was_frozen)
+    was, now = ("frozen", "trained") if was_frozen else ("trained", "frozen")
+    message = f"expected gradients of .*; '0.weight' was {was} when the model was split, and is {now} now: split it"
+    with pytest.raises(Unsupported, match=message):
+        head(torch.randn(2, 4))
 
 
 def test_a_model_that_reads_values_needs_its_weights_for_the_shapes() -> None:

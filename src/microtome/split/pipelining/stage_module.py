@@ -18,6 +18,7 @@ from microtome.inputs import Inputs
 from microtome.split.boundary.boundary import Boundary
 from microtome.split.boundary.gradients import restride
 from microtome.split.graph.derived_facts import named_inputs
+from microtome.split.pipelining.fact_difference import describe_difference
 from microtome.split.pipelining.layouts import StageLayout, find_layout
 from microtome.split.pipelining.own_weights import Holders, copy_with_own_weights, tied_weights
 from microtome.split.stage import Stage
@@ -53,6 +54,7 @@ class StageModule(nn.Module):
         self.tied = tied
         self._source = stage
         self._stage = stage.on(model)
+        self._trains = {name: weight.requires_grad for name, weight in self.named_parameters()}
         self._examples: dict[_Key, Inputs] = {}
         self._layouts: dict[tuple[_Key, bool], StageLayout] = {}
         layout = self._prepare(example)
@@ -121,11 +123,27 @@ class StageModule(nn.Module):
     def _sendable(self, boundary: Boundary, layout: StageLayout) -> tuple[Tensor, ...]:
         """The tensors that cross, contiguous and with memory of their own, as torch sends and detaches them."""
         if boundary.record != layout.ends or boundary.tensors.keys() != layout.outputs.keys():
-            raise Unsupported(
-                f"what crosses at {boundary.at!r} differs from the example: it depends on values of the "
-                "inputs, and a pipeline carries tensors of fixed shapes alone. Cut before the code that reads them"
-            )
+            raise self._other_facts(boundary, layout)
         return tuple(_own(tensor) for tensor in boundary.tensors.values())
+
+    def _other_facts(self, boundary: Boundary, layout: StageLayout) -> Unsupported:
+        """The error for a boundary with other facts than the next stage expects, and its likely cause."""
+        ends = self._stage.ends
+        assert ends is not None
+        assert layout.ends is not None
+        difference = describe_difference(layout.ends, boundary.record, [call.address for call in ends.skipped])
+        now_trains = {name: weight.requires_grad for name, weight in self.named_parameters()}
+        changed = [name for name, trains in self._trains.items() if now_trains.get(name, trains) != trains]
+        if changed:
+            was, now = ("trained", "frozen") if self._trains[changed[0]] else ("frozen", "trained")
+            reason = f"{changed[0]!r} was {was} when the model was split, and is {now} now: split it again"
+        else:
+            reason = (
+                "it depends on values of the inputs, such as a mask that the model leaves out where nothing is padded, "
+                "and a pipeline carries tensors alone. Pass inputs for which it does not, such as a mask of 4 "
+                "dimensions, or cut before the code that reads them"
+            )
+        return Unsupported(f"what crosses at {boundary.at!r} differs from the example: {difference}; {reason}")
 
     def _prepare(self, example: Any) -> StageLayout:
         """Find the layout for micro-batches of these shapes."""
