@@ -210,6 +210,37 @@ def test_a_weight_of_two_stages_needs_its_gradients_added() -> None:
     assert stages[0].as_module(tied="sum").tied == {"0.weight": (0, 1)}
 
 
+def tied_net() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model[4].weight = model[0].weight
+    return model
+
+
+def test_the_first_stage_of_a_tied_weight_trains_the_weight_of_the_model_whatever_was_made_before() -> None:
+    model, x = tied_net(), torch.randn(3, 4)
+
+    def modules(*indices: int) -> list[StageModule]:
+        stages = mt.split(model, x, at="2", grad=True)
+        return [stages[index].as_module(tied="sum") for index in indices]
+
+    (tail,) = modules(1)
+    assert tail.get_parameter("0.weight") is not model.get_parameter("0.weight")
+    tail.get_parameter("0.weight").data.zero_()
+    for head, later in (modules(0, 1), modules(1, 0)[::-1]):
+        assert head.get_parameter("0.weight") is model.get_parameter("0.weight")
+        assert later.get_parameter("0.weight").equal(model.get_parameter("0.weight"))
+    stages = mt.split(model, x, at="2", grad=True)
+    one, other = stages[1].as_module(tied="sum"), stages[1].as_module(tied="sum")
+    assert one.get_parameter("0.weight") is other.get_parameter("0.weight")
+
+
+def test_the_only_stage_whose_weights_are_here_trains_the_tied_weight_of_the_model() -> None:
+    model, x = tied_net(), torch.randn(3, 4)
+    tail = mt.split(model, x, at="2", grad=True, load="tail")[1].as_module(tied="sum")
+    assert tail.get_parameter("0.weight") is model.get_parameter("0.weight")
+
+
 class Counting(nn.Module):
     """Returns a number that depends on values."""
 

@@ -57,6 +57,7 @@ class Stage:
         example: The inputs that the model was split on.
         last_module: The module at whose exit the stage ends; None for the last stage.
         grad: Whether what crosses keeps its gradient.
+        has_weights_alone: Whether the model has the weights of this stage alone.
         holders: With `grad`, the stages that hold each parameter and buffer; None: unknown.
         verified: Of a compiled stage, how its outputs differ from those of the stage; None: it is not compiled.
         variants: The same cuts for other inputs, of a stage that was loaded from a folder.
@@ -86,6 +87,7 @@ class Stage:
         self.state = state
         self.example = example
         self.holders: Holders | None = None
+        self.has_weights_alone = False
         self.verified: str | None = None
         self.variants: StageVariants | None = None
         self._modes = ModuleModes(model)

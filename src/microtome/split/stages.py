@@ -200,7 +200,9 @@ class Stages(Sequence[Stage]):
         """The same stages of a copy of the model that has the weights of one stage only; the others are on meta."""
         stage = self._stages[index]
         held = [name for name, stages in (stage.holders or {}).items() if stage.index in stages]
-        return self._with_model(copy_with_weights(self._splitter.model, [*stage.parameters_needed(), *held]))
+        kept = self._with_model(copy_with_weights(self._splitter.model, [*stage.parameters_needed(), *held]))
+        kept[index].has_weights_alone = True
+        return kept
 
     def without_weights(self) -> Stages:
         """The same stages of a copy of the model that has all weights on meta."""

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from weakref import WeakValueDictionary
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from microtome.engine.fingerprint import named_weights
 from microtome.engine.module_state import frozen_copy, replace_tensors, unregister_tensors
 from microtome.errors import Unsupported
 from microtome.split.weights import copy_with_weights
 
+if TYPE_CHECKING:
+    from microtome.split.stage import Stage
+
 #: For each parameter and buffer of a model, the stages that hold it.
 Holders = Mapping[str, tuple[int, ...]]
 
-#: For each weight that several stages train: the first of them in this process, and the copies of the others.
-_tied_copies = WeakTensorKeyDictionary()
+#: The parameters of each stage for weights that other stages train, too, by name: those of its modules are the same.
+_tied_copies: WeakKeyDictionary[Stage, WeakValueDictionary[str, nn.Parameter]] = WeakKeyDictionary()
 
 
 def find_holders(
@@ -46,31 +49,35 @@ def tied_weights(model: nn.Module, holders: Holders) -> dict[str, tuple[int, ...
     return {name: holders[name] for name in trained if len(holders[name]) > 1}
 
 
-def copy_with_own_weights(model: nn.Module, index: int, needed: Collection[str], holders: Holders) -> nn.Module:
-    """Copy a model; the copy registers the weights that a stage holds, and shares those with the model.
+def copy_with_own_weights(stage: Stage, holders: Holders) -> nn.Module:
+    """Copy the model of a stage; the copy registers the weights that the stage holds, and shares those with the model.
 
     Weights that the stage needs and does not hold are attributes of their modules: they have values, and are neither
     in `parameters()` nor in `state_dict()`. All others are on meta. Each stage has a parameter of its own for a weight
-    that several train, also in one process: a schedule divides the gradients of each stage by itself.
+    that several train, also in one process: a schedule divides the gradients of each stage by itself. That of the first
+    of these stages, or of the only stage whose weights are here, is the model's; those of the others are copies.
     """
+    model, index = stage.model, stage.index
     own = {name for name, stages in holders.items() if index in stages}
-    copied = copy_with_weights(model, own | set(needed))
-    tied = {name: model.get_parameter(name) for name in tied_weights(model, holders) if name in own}
-    copies = {id(weight): _of_stage(weight, index) for weight in tied.values()}
+    copied = copy_with_weights(model, own | set(stage.parameters_needed()))
+    tied = {name: stages for name, stages in tied_weights(model, holders).items() if name in own}
+    copies = {
+        id(model.get_parameter(name)): _copy_tied(stage, name)
+        for name, stages in tied.items()
+        if index != stages[0] and not stage.has_weights_alone
+    }
     replace_tensors(copied, lambda weight: copies.get(id(weight), weight))
     foreign = {id(weight): _guarded(weight, name, index) for name, weight in named_weights(copied) if name not in own}
     unregister_tensors(copied, lambda weight: foreign.get(id(weight)))
     return copied
 
 
-def _of_stage(weight: nn.Parameter, index: int) -> nn.Parameter:
-    """The parameter of a stage for a weight that several train: in the first stage of this process, the weight."""
-    first, copies = _tied_copies.setdefault(weight, (index, WeakValueDictionary()))
-    if index == first:
-        return weight
-    copied = copies.get(index)
+def _copy_tied(stage: Stage, name: str) -> nn.Parameter:
+    """The copy of a weight that is the parameter of a stage."""
+    copies = _tied_copies.setdefault(stage, WeakValueDictionary())
+    copied = copies.get(name)
     if copied is None:
-        copied = copies[index] = nn.Parameter(weight.detach().clone())
+        copied = copies[name] = nn.Parameter(stage.model.get_parameter(name).detach().clone())
     return copied
 
 

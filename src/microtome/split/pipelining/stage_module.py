@@ -48,7 +48,7 @@ class StageModule(nn.Module):
 
     def __init__(self, stage: Stage, holders: Holders, tied: dict[str, tuple[int, ...]], example: Any) -> None:
         super().__init__()
-        model = copy_with_own_weights(stage.model, stage.index, stage.parameters_needed(), holders)
+        model = copy_with_own_weights(stage, holders)
         share_registered(self, model)  # what replaces a weight here, such as FSDP, replaces it in the model that runs
         self.training = model.training
         self.tied = tied
