@@ -25,7 +25,7 @@ from microtome.remote.server import serve
 from microtome.remote.training.backend import TrainingBackend
 from microtome.remote.training.checkpoints import Checkpoints
 from microtome.remote.training.server_run import TrainingRun
-from microtome.remote.training.side import TrainedStage
+from microtome.remote.training.trained_stage import TrainedStage
 
 #: Where a server can be killed: before these functions run, or after them.
 POINTS: dict[str, tuple[type, str, bool]] = {
@@ -162,7 +162,7 @@ def run_kills(count: int, folder: Path, points: list[str] | None = None) -> dict
     """Kill the server so often, at each point in turn, and compare with a run in which nothing happens.
 
     Returns:
-        The numbers of kills, steps and repeated actions; whether losses and the weights of both sides are bit-equal.
+        The numbers of kills, steps and retried actions; whether losses and the weights of both sides are bit-equal.
     """
     names = points or list(POINTS)
     here, kills, losses = build(), 0, []
@@ -181,7 +181,7 @@ def run_kills(count: int, folder: Path, points: list[str] | None = None) -> dict
             while keeper.is_alive():
                 losses.append(train_step(remote))
             losses.append(train_step(remote))
-            steps, repeats = remote.num_steps, remote.repeats
+            steps, retries = remote.num_steps, remote.retries
     expected_losses, expected_here, expected_there = train_undisturbed(steps)
     saved, _ = read_tensors(folder / f"step-{steps:08}.safetensors")
     tail = {name.removeprefix("weight:"): one for name, one in saved.items() if name.startswith("weight:")}
@@ -190,7 +190,7 @@ def run_kills(count: int, folder: Path, points: list[str] | None = None) -> dict
     return {
         "kills": kills,
         "steps": steps,
-        "repeats": repeats,
+        "retries": retries,
         "losses": losses == expected_losses,
         "head": all(one.equal(expected_here[name]) for name, one in head.items()),
         "tail": all(one.equal(expected_there[name]) for name, one in tail.items()),

@@ -25,7 +25,7 @@ from microtome.remote.server_pool import Check, ServerPool
 from microtome.remote.stage_ref import StageRef, describe_stage
 from microtome.remote.training.client import RemoteTraining
 from microtome.remote.training.connect import TrainingConnection, connect_training
-from microtome.remote.training.side import MakesOptimizer
+from microtome.remote.training.trained_stage import OptimizerOrFactory
 from microtome.results.metrics import advise
 from microtome.results.plan import Plan
 from microtome.split.boundary.codecs import parse_codec
@@ -81,7 +81,7 @@ def connect(
     max_reply: int | str | None = None,
     timeout: float = 10.0,
     train: Literal[True],
-    optimizer: MakesOptimizer | None = None,
+    optimizer: OptimizerOrFactory | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> RemoteTraining: ...
 
@@ -106,7 +106,7 @@ def connect(
     max_reply: int | str | None = None,
     timeout: float = 10.0,
     train: bool = False,
-    optimizer: MakesOptimizer | None = None,
+    optimizer: OptimizerOrFactory | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> Remote | RemoteTraining:
     """Run a model partly here and partly on a server, or on several.

@@ -24,16 +24,16 @@ from microtome.remote.connection import Connection
 from microtome.remote.message import Message
 from microtome.remote.payloads import ExpectedReply, check_not_autocast, unpack_output
 from microtome.remote.training.backend import APPLY, ATTACH, BACKWARD, FORWARD, encode_labels
-from microtome.remote.training.side import TrainedStage
+from microtome.remote.training.trained_stage import TrainedStage
 from microtome.split.boundary.boundary import Boundary
 from microtome.split.boundary.gradients import FACTS, match_gradients
 from microtome.split.boundary.tensor_bytes import moved
 
 log = logging.getLogger("microtome.remote")
 
-#: Kinds of errors after which the actions of a step are repeated.
-_REPEATED = frozenset({"UNREACHABLE", "DRAINING", "NO_SESSION"})
-#: Seconds before the first and between the last repetitions.
+#: Kinds of errors after which the actions of a step are sent again.
+_RETRIED = frozenset({"UNREACHABLE", "DRAINING", "NO_SESSION"})
+#: Seconds before the first and between the last retries.
 _MIN_BACKOFF_S, _MAX_BACKOFF_S = 0.02, 1.0
 #: Bytes of a reply beside twice those of its tensors.
 _REPLY_BYTES = 1 << 20
@@ -41,7 +41,7 @@ _SEED_MASK = (1 << 63) - 1
 
 
 class _Action(NamedTuple):
-    """A forward or backward of the present step, kept to be repeated.
+    """A forward or backward of the present step, kept to be sent again.
 
     Attributes:
         fields: Those of its `TrainAction`.
@@ -59,20 +59,20 @@ class RemoteTraining:
 
     Attributes:
         optimizer: The optimizer of the head; None: the caller has one.
-        repeats: How often actions of a step were repeated, since the server had lost them.
+        retries: How often actions of a step were sent again, since the server had lost them.
     """
 
     def __init__(
-        self, side: TrainedStage, connection: Connection, at: str, codec: str, patience_s: float, max_reply: int | None
+        self, head: TrainedStage, connection: Connection, at: str, codec: str, patience_s: float, max_reply: int | None
     ) -> None:
         """Attach to the server.
 
         Args:
-            side: The head.
-            patience_s: Seconds for which an action is repeated while the server is down.
+            head: The head.
+            patience_s: Seconds for which an action is retried while the server is down.
             max_reply: The most bytes of a reply; None: derived from the example.
         """
-        self._side = side
+        self._head = head
         self._connection = connection
         self._at = at
         self._codec = codec
@@ -87,13 +87,13 @@ class RemoteTraining:
         self._is_attached = False
         self._server_step = 0
         self._server_keeps = self._saves = False
-        self.repeats = 0
-        saved_run = side.read_run()
-        side.run = saved_run or uuid.uuid4().hex
+        self.retries = 0
+        saved_run = head.read_run()
+        head.run = saved_run or uuid.uuid4().hex
         if saved_run is not None:
-            side.step = None  # until the server says from which one both go on
+            head.step = None  # until the server says from which one both go on
         self._seed = int.from_bytes(xxhash.xxh3_64_digest(torch.initial_seed().to_bytes(16, "little", signed=True)))
-        side.discard()  # a run begins without gradients, as on the server
+        head.discard()  # a run begins without gradients, as on the server
         self._until_answered(self._attach)
 
     @property
@@ -103,26 +103,26 @@ class RemoteTraining:
         Raises:
             SessionError: The optimizer here failed midway.
         """
-        if self._side.step is None:
+        if self._head.step is None:
             raise SessionError(
-                "the optimizer of this side failed midway, and its weights are of no whole step: connect again, with "
-                "checkpoint= to go on from the last one"
+                f"the head has {self._head.describe_failure()}. Connect again, with checkpoint= to go on from the last "
+                "one"
             )
-        return self._side.step
+        return self._head.step
 
     @property
     def optimizer(self) -> Optimizer | None:
-        return self._side.optimizer
+        return self._head.optimizer
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters that are trained here."""
-        return iter(self._side.parameters)
+        return iter(self._head.parameters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, and return its output, whose backward runs on the server and then here."""
         inputs = Inputs(*args, **kwargs)
         boundary = self._run_head(inputs)
-        spec = self._side.stage.spec
+        spec = self._head.stage.spec
         expected = ExpectedReply(spec.example, inputs, self._max_reply)
         reply = self._forward(boundary, b"", expected.reply_bytes, has_loss=False)
         number = len(self._actions) - 1
@@ -139,7 +139,7 @@ class RemoteTraining:
             inputs: A tensor, a tuple, a dict or an `Inputs`.
             labels: What the loss takes after the output of the model: labels or, if the server has them, which ones.
         """
-        boundary = self._run_head(Inputs.of(inputs, self._side.stage.model))
+        boundary = self._run_head(Inputs.of(inputs, self._head.stage.model))
         encoded = encode_labels((labels,) if isinstance(labels, Tensor) else tuple(labels))
         reply = self._forward(boundary, encoded, protocol.DEFAULT_REPLY_BYTES, has_loss=True)
         with self._failing():
@@ -173,23 +173,23 @@ class RemoteTraining:
             self._saves = self._until_answered(lambda: self._apply(skip=not server)) or not self._server_keeps
             self._is_ended = True
         if not self._is_applied:
-            self._side.apply(skip=not client)
+            self._head.apply(skip=not client)
             self._is_applied = True
         if self._saves:
-            self._side.save()
+            self._head.save()
         self._forget()
 
     def zero_grad(self) -> None:
         """Drop what the present step has done on both sides, and begin it again."""
         self._check_not_ending()
-        self._side.discard()
+        self._head.discard()
         self._forget()
 
     def close(self) -> None:
         """Disconnect; both sides drop what the present step has done."""
         try:
-            if self._side.is_in_step:
-                self._side.discard()
+            if self._head.is_in_step:
+                self._head.discard()
         finally:
             self._connection.close()
 
@@ -200,8 +200,8 @@ class RemoteTraining:
         self.close()
 
     def __repr__(self) -> str:
-        name = type(self._side.stage.model).__name__
-        return f"<RemoteTraining {name} at {self._connection.address}, cut at {self._at!r}, step {self._side.step}>"
+        name = type(self._head.stage.model).__name__
+        return f"<RemoteTraining {name} at {self._connection.address}, cut at {self._at!r}, step {self._head.step}>"
 
     # -- forward and backward ------------------------------------------------------------------------------------------
 
@@ -215,9 +215,9 @@ class RemoteTraining:
         self._check_whole()
         self._check_not_ending()
         if not self._actions:
-            self._side.begin_step()
+            self._head.begin_step()
         with self._failing():
-            boundary: Boundary = self._side.stage(*inputs.args, **inputs.kwargs)
+            boundary: Boundary = self._head.stage(*inputs.args, **inputs.kwargs)
         return boundary
 
     def _forward(self, boundary: Boundary, labels: bytes, reply_bytes: int, *, has_loss: bool) -> bytes:
@@ -236,7 +236,7 @@ class RemoteTraining:
             raise BadBoundary(f"expected the names of tensors that require a gradient, got {names!r:.200}")
         crossing = [tensor for tensor in boundary.tensors.values() if tensor.requires_grad]
         anchor = torch.zeros((), requires_grad=True)  # the tail has a backward, also if the head has none
-        device = self._side.stage.device or torch.device("cpu")
+        device = self._head.stage.device or torch.device("cpu")
         received = [moved(tensor, device) for tensor in output.tensors.values()]
         call = _Call(self, self._epoch, number, boundary, tuple(output.tensors))
         tensors = _OnServer.apply(call, frozenset(names), anchor, received, *crossing)
@@ -264,7 +264,7 @@ class RemoteTraining:
             self._open_backwards -= 1
 
     def _run(self, action: _Action) -> bytes:
-        """Run an action on the server; after a failure there, repeat those before it in this step."""
+        """Run an action on the server; after a failure there, send those before it in this step again."""
         number = len(self._actions)
         with self._failing():
             reply: bytes = self._until_answered(lambda: self._exchange(action, number).output)
@@ -295,7 +295,7 @@ class RemoteTraining:
     def _check_whole(self) -> None:
         if self._failure is not None:
             raise SessionError(
-                f"a part of step {self._side.step} failed, so that it cannot be ended: call zero_grad(), and repeat "
+                f"a part of step {self._head.step} failed, so that it cannot be ended: call zero_grad(), and repeat "
                 f"it. It failed with: {self._failure}"
             )
 
@@ -303,7 +303,7 @@ class RemoteTraining:
         """Raise if a backward failed in the head after the gradients of the tail were added on the server."""
         if self._open_backwards:
             raise SessionError(
-                f"expected the backwards of step {self._side.step} to end, got {self._open_backwards} that failed in "
+                f"expected the backwards of step {self._head.step} to end, got {self._open_backwards} that failed in "
                 "the head, or still run: the tail has gradients that the head has not. Call zero_grad(), and repeat "
                 "the step"
             )
@@ -318,13 +318,13 @@ class RemoteTraining:
                 if not self._is_attached and exchange != self._attach:
                     self._attach()
                     if self._server_step == self.num_steps:  # else it has ended the step
-                        self._repeat()
+                        self._resend()
                 return exchange()
             except RemoteError as error:
                 self._is_attached = False
-                if error.kind not in _REPEATED or monotonic() > give_up:
+                if error.kind not in _RETRIED or monotonic() > give_up:
                     raise
-                log.info("repeating a training step", extra={"step": self._side.step, "reason": str(error)})
+                log.info("retrying a training step", extra={"step": self._head.step, "reason": str(error)})
             sleep(backoff_s * random.uniform(0.5, 1.0))
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
@@ -334,19 +334,19 @@ class RemoteTraining:
         Raises:
             RemoteError: There is none; or both sides have gone back, `ROLLED_BACK`.
         """
-        side = self._side
-        before = side.step
+        head = self._head
+        before = head.step
         here = () if before is None else (before, before + 1) if self._is_ending else (before,)
-        steps = sorted({*side.saved_steps, *here})
-        fields = {"kind": ATTACH, "run": side.run, "at": self._at, "steps": steps}
+        steps = sorted({*head.saved_steps, *here})
+        fields = {"kind": ATTACH, "run": head.run, "at": self._at, "steps": steps}
         reply = self._exchange(_Action(fields, b"", _REPLY_BYTES), 0).train
         if reply.step not in steps:
             raise RemoteError(f"{self._connection.address} went to step {reply.step}, which is not here", "LOST")
         self._server_step, self._server_keeps, self._is_attached = reply.step, reply.keeps, True
         if reply.step not in here:
-            side.discard()
+            head.discard()
             self._forget()
-            side.go_to(reply.step)
+            head.go_to(reply.step)
             if before is not None:
                 raise RemoteError(
                     f"{self._connection.address} had lost the steps after {reply.step}: both sides have gone back from "
@@ -354,20 +354,20 @@ class RemoteTraining:
                     "ROLLED_BACK",
                 )
 
-    def _repeat(self) -> None:
-        """Repeat the actions of the present step.
+    def _resend(self) -> None:
+        """Send the actions of the present step again.
 
         Raises:
             RemoteError: The server computes something else than before.
         """
         for number, action in enumerate(self._actions):
-            self.repeats += 1
+            self.retries += 1
             reply = self._exchange(action, number)
             if xxhash.xxh3_128_digest(reply.output) != action.digest:
                 raise RemoteError(
-                    f"{self._connection.address} computed other values when it repeated a part of step "
-                    f"{self._side.step}: its kernels, or random numbers of Python, vary. Call zero_grad(), and repeat "
-                    "the step",
+                    f"{self._connection.address} computed other values when a part of step "
+                    f"{self._head.step} was sent again: its kernels, or random numbers of Python, vary. Call "
+                    "zero_grad(), and repeat the step",
                     "VARIES",
                 )
 
@@ -381,7 +381,7 @@ class RemoteTraining:
 
     def _exchange(self, action: _Action, number: int) -> Any:
         """Send an action once, and return the reply."""
-        train = protocol.TrainAction(**{"step": self._side.step or 0, "number": number, **action.fields})
+        train = protocol.TrainAction(**{"step": self._head.step or 0, "number": number, **action.fields})
         header = protocol.Request(id=uuid.uuid4().hex, codec=self._codec, train=train)
         message = Message(header, reply_bytes=max(action.reply_bytes, protocol.DEFAULT_REPLY_BYTES))
         message.set_payload(action.payload)

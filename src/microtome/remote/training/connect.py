@@ -16,7 +16,7 @@ from microtome.remote.handshake import handshake
 from microtome.remote.security import Security
 from microtome.remote.training.checkpoints import Checkpoints
 from microtome.remote.training.client import RemoteTraining
-from microtome.remote.training.side import MakesOptimizer, TrainedStage
+from microtome.remote.training.trained_stage import OptimizerOrFactory, TrainedStage
 from microtome.split.splitter import Splitter
 from microtome.split.stage import Stage
 
@@ -24,7 +24,7 @@ from microtome.split.stage import Stage
 class TrainingConnection(NamedTuple):
     """Options of `connect` with `train=True`."""
 
-    optimizer: MakesOptimizer | None
+    optimizer: OptimizerOrFactory | None
     checkpoint: File | None
     codec: str
     any_torch: bool

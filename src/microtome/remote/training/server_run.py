@@ -20,7 +20,7 @@ from microtome.files.reading import File
 from microtome.remote.error_kinds import NoSession, TooLarge
 from microtome.remote.payloads import pack_output
 from microtome.remote.training.checkpoints import Checkpoints
-from microtome.remote.training.side import MakesOptimizer, TrainedStage, common_step
+from microtome.remote.training.trained_stage import OptimizerOrFactory, TrainedStage, common_step
 from microtome.split.analysis.structure_spec import flatten
 from microtome.split.boundary.boundary import Boundary
 from microtome.split.splitter import Splitter
@@ -41,7 +41,7 @@ class TrainingOptions(NamedTuple):
         idle_s: Seconds without an action after which another client may train, and what is kept is dropped.
     """
 
-    optimizer: MakesOptimizer
+    optimizer: OptimizerOrFactory
     loss: Callable[..., Tensor] | None = None
     folder: File | None = None
     every: int = 1
@@ -199,7 +199,7 @@ class TrainingRun:
                 self._drop()
 
     def expire(self) -> None:
-        """Do the same if there was no action for a while; a client that comes back repeats the step."""
+        """Do the same if there was no action for a while; a client that comes back sends the step again."""
         if self._lock.acquire(blocking=False):  # else an action runs
             try:
                 if self._owner is not None and self._clock() - self._last_used > self.options.idle_s:
@@ -229,9 +229,9 @@ class TrainingRun:
         step = common_step(here, steps)
         if step is None:
             raise RemoteError(
-                f"the two sides have no step of a run in common: the server has {_describe(own, tail)}, and the client "
-                f"step {' or '.join(map(str, sorted(steps)[-3:]))} of the run {run:.8}. Continue from checkpoints that "
-                "both sides have, or begin anew on both",
+                f"no common checkpoint: the server has {_describe(own, tail)}, the client has step "
+                f"{' or '.join(map(str, sorted(steps)[-3:]))} of the run {run:.8}. Continue from checkpoints that both "
+                "sides have, or begin anew on both",
                 "LOST",
             )
         tail.run = run
@@ -307,5 +307,5 @@ def _seeded_generators(devices: set[torch.device], seed: int) -> Iterator[None]:
 def _describe(run: str | None, tail: TrainedStage) -> str:
     steps = sorted({*tail.saved_steps, *(() if tail.step is None or not tail.run else (tail.step,))})
     if tail.step is None and not steps:
-        return "weights of no whole step, since its optimizer failed midway"
+        return tail.describe_failure()
     return f"step {' or '.join(map(str, steps[-3:]))} of the run {run:.8}" if run and steps else "step 0 of a new run"

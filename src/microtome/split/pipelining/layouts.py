@@ -101,7 +101,7 @@ class _MetaCutRecorder(DrawingStageRun):
         super().exit(call, args, kwargs, output)
         if self.is_complete(call) and not was_complete:
             self.crossed = self.boundary("")
-            self.tensors = _metas(self.crossed.tensors)
+            self.tensors = _copy_all_to_meta(self.crossed.tensors)
 
 
 class _MetaOutputRecorder(Probe):
@@ -114,13 +114,13 @@ class _MetaOutputRecorder(Probe):
             distinct: dict[int, tuple[str, Tensor]] = {}
             for path, tensor in named_tensors(output):
                 distinct.setdefault(id(tensor), (path or "output", tensor))
-            self.tensors = _metas(dict(distinct.values()))
+            self.tensors = _copy_all_to_meta(dict(distinct.values()))
 
 
-def _metas(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: _meta(tensor) for name, tensor in tensors.items()}
+def _copy_all_to_meta(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: _copy_to_meta(tensor) for name, tensor in tensors.items()}
 
 
-def _meta(tensor: Tensor) -> Tensor:
+def _copy_to_meta(tensor: Tensor) -> Tensor:
     meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return meta.requires_grad_(tensor.requires_grad)

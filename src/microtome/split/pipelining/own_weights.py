@@ -67,7 +67,7 @@ def copy_with_own_weights(stage: Stage, holders: Holders) -> nn.Module:
         if index != stages[0] and not stage.has_weights_alone
     }
     replace_tensors(copied, lambda weight: copies.get(id(weight), weight))
-    foreign = {id(weight): _guarded(weight, name, index) for name, weight in named_weights(copied) if name not in own}
+    foreign = {id(weight): _guard(weight, name, index) for name, weight in named_weights(copied) if name not in own}
     unregister_tensors(copied, lambda weight: foreign.get(id(weight)))
     return copied
 
@@ -81,8 +81,8 @@ def _copy_tied(stage: Stage, name: str) -> nn.Parameter:
     return copied
 
 
-def _guarded(weight: Tensor, name: str, index: int) -> Tensor:
-    """A weight of other stages, which raises if it gets a gradient here, since no optimizer would see that."""
+def _guard(weight: Tensor, name: str, index: int) -> Tensor:
+    """Make a weight of other stages raise if it gets a gradient here, since no optimizer would see that."""
     if not weight.requires_grad or weight.is_meta:
         return weight
 

@@ -78,7 +78,7 @@ class StageModule(nn.Module):
             Unsupported: What crosses depends on more than shapes.
         """
         layout = self._layouts[next(iter(self._layouts))] if example is None else self._prepare(example)
-        return {"input_args": _contiguous(layout.inputs), "output_args": _contiguous(layout.outputs)}
+        return {"input_args": _make_contiguous(layout.inputs), "output_args": _make_contiguous(layout.outputs)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load a state dict of this module or of the whole model; the weights of other stages are left out."""
@@ -104,7 +104,7 @@ class StageModule(nn.Module):
             args, kwargs = map_tensors(lambda tensor: by_example[id(tensor)], (example.args, example.kwargs))
             output = self._stage.run(args, kwargs)
         else:
-            restrided = map(_restrided, tensors, layout.inputs.values())
+            restrided = map(_restride_like, tensors, layout.inputs.values())
             received = dict(zip(layout.inputs, restrided, strict=True))
             begins = self._stage.begins_at
             assert begins is not None
@@ -124,7 +124,7 @@ class StageModule(nn.Module):
         """The tensors that cross, contiguous and with memory of their own, as torch sends and detaches them."""
         if boundary.record != layout.ends or boundary.tensors.keys() != layout.outputs.keys():
             raise self._other_facts(boundary, layout)
-        return tuple(_own(tensor) for tensor in boundary.tensors.values())
+        return tuple(_copy_if_shared(tensor) for tensor in boundary.tensors.values())
 
     def _other_facts(self, boundary: Boundary, layout: StageLayout) -> Unsupported:
         """The error for a boundary with other facts than the next stage expects, and its likely cause."""
@@ -199,18 +199,18 @@ def _describe(key: _Key) -> str:
     return ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for shape, dtype in key) or "nothing"
 
 
-def _restrided(tensor: Tensor, meta: Tensor) -> Tensor:
-    """A received tensor with the strides that it has in the model."""
+def _restride_like(tensor: Tensor, meta: Tensor) -> Tensor:
+    """Give a received tensor the strides that it has in the model."""
     if not tensor.requires_grad and tensor.stride() == meta.stride():
         return tensor
     return restride(tensor, meta.stride())
 
 
-def _own(tensor: Tensor) -> Tensor:
+def _copy_if_shared(tensor: Tensor) -> Tensor:
     is_shared = is_view(tensor) or (tensor.requires_grad and tensor.is_leaf)
     return tensor.clone(memory_format=torch.contiguous_format) if is_shared else tensor.contiguous()
 
 
-def _contiguous(tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
+def _make_contiguous(tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
     empty = (torch.empty(one.shape, dtype=one.dtype, device="meta") for one in tensors.values())
     return tuple(one.requires_grad_(meta.requires_grad) for one, meta in zip(empty, tensors.values(), strict=True))

@@ -35,19 +35,19 @@ def sum_tied_gradients(*modules: StageModule, group: dist.ProcessGroup | None = 
         raise BadQuery('expected the modules of one split, made with tied="sum"')
     for name in modules[0].tied:
         held = _parameters(modules, name)
-        gradients = [_whole(weight.grad) for weight in held if weight.grad is not None]
+        gradients = [_gather(weight.grad) for weight in held if weight.grad is not None]
         total = sum(gradients[1:], gradients[0]) if gradients else _zeros(modules[0], name)
         dist.all_reduce(total, group=group)
         for weight in held:
             own = total if weight is held[0] else total.clone()  # since clipping scales each in place
-            weight.grad = _placed_like(own, weight)
+            weight.grad = _shard_like(own, weight)
 
 
 def _parameters(modules: Sequence[StageModule], name: str) -> list[nn.Parameter]:
     """The parameters of modules for a tied weight."""
     named = (dict(module.named_parameters()).get(name) for module in modules)
     held = list({id(weight): weight for weight in named if weight is not None}.values())
-    values = [_local(weight.detach()) for weight in held]
+    values = [_local_part(weight.detach()) for weight in held]
     if any(not torch.allclose(value, values[0], rtol=0, atol=0, equal_nan=True) for value in values[1:]):
         raise BadQuery(
             f"{name!r} differs between the modules of this process: each has a parameter of its own for it, so pass "
@@ -67,16 +67,16 @@ def _zeros(module: StageModule, name: str) -> Tensor:
 # -- weights that FSDP shards ------------------------------------------------------------------------------------------
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _whole(gradient: Tensor) -> Tensor:
+def _gather(gradient: Tensor) -> Tensor:
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
-def _placed_like(total: Tensor, weight: Tensor) -> Tensor:
-    """The gradient of a weight that may be in shards; a process has its own part."""
+def _shard_like(total: Tensor, weight: Tensor) -> Tensor:
+    """Distribute a gradient as its weight, which may be in shards."""
     if isinstance(weight, DTensor):
         return distribute_tensor(total, weight.device_mesh, weight.placements, src_data_rank=None)
     return total

@@ -1,4 +1,4 @@
-"""One side of a training run: the weights, buffers and optimizer of a stage, after a number of whole steps."""
+"""A stage that trains by whole steps: its weights, buffers and optimizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from microtome.split.stage import Stage
 from microtome.split.weights import tensor_at
 
 #: An optimizer, or what makes one from the parameters of a side.
-MakesOptimizer = Optimizer | Callable[[list[nn.Parameter]], Optimizer]
+OptimizerOrFactory = Optimizer | Callable[[list[nn.Parameter]], Optimizer]
 
 
 class TrainedStage:
@@ -29,7 +29,7 @@ class TrainedStage:
         optimizer: None: the caller has one.
     """
 
-    def __init__(self, stage: Stage, optimizer: MakesOptimizer | None, checkpoints: Checkpoints | None) -> None:
+    def __init__(self, stage: Stage, optimizer: OptimizerOrFactory | None, checkpoints: Checkpoints | None) -> None:
         assert stage.holders is not None
         if tied := tied_weights(stage.model, stage.holders):
             raise Unsupported(
@@ -39,6 +39,7 @@ class TrainedStage:
             )
         self.stage = stage
         self.step: int | None = 0
+        self._failed_step: int | None = None
         self.run = ""
         held = [name for name, stages in stage.holders.items() if stage.index in stages]
         weights = {name: tensor_at(stage.model, name) for name in held}
@@ -86,6 +87,12 @@ class TrainedStage:
         """Whether the present step has had a forward."""
         return self._buffers_before is not None
 
+    def describe_failure(self) -> str:
+        """Describe why the weights are those of no step."""
+        if self._failed_step is None:
+            return "weights of an unknown step: a checkpoint was not read"
+        return f"partially updated weights: the optimizer failed during step {self._failed_step}"
+
     def begin_step(self) -> None:
         """Keep the buffers, which forwards change."""
         self._buffers_before = [buffer.clone() for buffer in self._buffers]
@@ -103,6 +110,7 @@ class TrainedStage:
         """End the step: step the optimizer unless `skip`, and drop the gradients."""
         assert self.step is not None
         step, self.step = self.step, None  # until all weights are those of the next step
+        self._failed_step = step
         if self.optimizer is not None and not skip:
             self.optimizer.step()
         self._drop_gradients()
@@ -126,7 +134,7 @@ class TrainedStage:
         """Go back or on to a step; other than the present one, it must have a checkpoint."""
         if step != self.step:
             assert self._checkpoints is not None
-            self.step = None
+            self.step = self._failed_step = None
             self._checkpoints.load(step, self._saved_run(self.run), self._weights, self.optimizer)
             self.step = step
         if self._checkpoints is not None:
@@ -155,7 +163,7 @@ class TrainedStage:
         of_model = {id(weight) for weight in self.stage.model.parameters()}
         return {f"optimizer {index}": one for index, one in enumerate(trained) if id(one) not in of_model}
 
-    def _make_optimizer(self, optimizer: MakesOptimizer | None) -> Optimizer | None:
+    def _make_optimizer(self, optimizer: OptimizerOrFactory | None) -> Optimizer | None:
         made: Any = optimizer
         if callable(optimizer) and not isinstance(optimizer, Optimizer):
             made = optimizer(self.parameters) if self.parameters else None
