@@ -32,6 +32,7 @@ from tests.remote.training_process import (
     build,
     connect,
     make_optimizer,
+    run_client_kills,
     run_kills,
     train_step,
     train_undisturbed,
@@ -304,6 +305,20 @@ def test_a_server_that_is_killed_continues_from_the_whole_step_of_the_client(tmp
     assert result.pop("retries") > 0
     assert result.pop("steps") >= 2
     assert result == {"kills": 1, "losses": True, "head": True, "tail": True}
+
+
+@pytest.mark.slow
+def test_servers_that_are_killed_between_checkpoints_go_back_with_the_client(tmp_path: Path) -> None:
+    result = run_kills(3, tmp_path, ["after a forward", "after the optimizer", "before the reply"], every=3, seed=1)
+    assert result.pop("steps") % 3 == 0
+    del result["retries"]
+    assert result == {"kills": 3, "losses": True, "head": True, "tail": True}
+
+
+@pytest.mark.slow
+def test_clients_that_are_killed_in_a_step_continue_from_their_last_whole_one(tmp_path: Path) -> None:
+    result = run_client_kills(tmp_path, ["after a backward", "before the optimizer"])
+    assert result == {"head": True, "tail": True}
 
 
 @pytest.mark.slow

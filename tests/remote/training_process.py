@@ -7,12 +7,13 @@ nothing happens.
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,10 +21,12 @@ import torch
 from torch import Tensor, nn
 
 import microtome as mt
+from microtome.errors import RemoteError
 from microtome.files.tensors import read_tensors
 from microtome.remote.server import serve
 from microtome.remote.training.backend import TrainingBackend
 from microtome.remote.training.checkpoints import Checkpoints
+from microtome.remote.training.client import RemoteTraining
 from microtome.remote.training.server_run import TrainingRun
 from microtome.remote.training.trained_stage import TrainedStage
 
@@ -37,6 +40,12 @@ POINTS: dict[str, tuple[type, str, bool]] = {
     "after the optimizer": (TrainedStage, "apply", True),
     "after the checkpoint": (Checkpoints, "save", True),
     "before the reply": (TrainingBackend, "run_action", True),
+}
+#: The same for a client.
+CLIENT_POINTS: dict[str, tuple[type, str, bool]] = {
+    "after a backward": (RemoteTraining, "run_backward", True),
+    "before the optimizer": (TrainedStage, "apply", False),
+    "after the optimizer": (TrainedStage, "apply", True),
 }
 X = torch.randn(6, 8)
 
@@ -158,40 +167,95 @@ def _kill_at(owner: type, name: str, is_after: bool, number: int) -> None:
     setattr(owner, name, replacement)
 
 
-def run_kills(count: int, folder: Path, points: list[str] | None = None) -> dict[str, Any]:
+def run_client(address: str, folder: str, steps: str, point: str = "", number: str = "0") -> None:
+    """Train the head until so many steps are done, from its last checkpoint."""
+    if point:
+        _kill_at(*CLIENT_POINTS[point], int(number))
+    with connect(build(), address, checkpoint=folder) as remote:
+        while remote.num_steps < int(steps):
+            train_step(remote)
+
+
+def run_client_kills(folder: Path, points: Sequence[str]) -> dict[str, bool]:
+    """Kill a client once at each point, and compare both sides with a run in which nothing happens."""
+    steps = 2 * len(points)
+    with serve(build(), X, listen="127.0.0.1:0", optimizer=make_optimizer, checkpoint=folder / "there") as server:
+        for name in (*points, ""):
+            command = [sys.executable, "-m", "tests.remote.training_process", "train", server.address]
+            command += [str(folder / "here"), str(steps), *((name, "2") if name else ())]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            ended = subprocess.run(command, env=environment, timeout=120, check=False)
+            assert ended.returncode == (-signal.SIGKILL if name else 0)
+    _, *expected = train_undisturbed(steps)
+    found = [read_weights(folder / side, steps) for side in ("here", "there")]
+    return {
+        side: all(one.equal(weights[name]) for name, one in own.items())
+        for side, own, weights in zip(("head", "tail"), found, expected, strict=True)
+    }
+
+
+def read_weights(folder: Path, step: int) -> dict[str, Tensor]:
+    """The weights of a checkpoint."""
+    saved, _ = read_tensors(folder / f"step-{step:08}.safetensors")
+    return {name.removeprefix("weight:"): one for name, one in saved.items() if name.startswith("weight:")}
+
+
+def run_kills(
+    count: int, folder: Path, points: list[str] | None = None, every: int = 1, seed: int | None = None
+) -> dict[str, Any]:
     """Kill the server so often, at each point in turn, and compare with a run in which nothing happens.
+
+    Args:
+        every: The number of steps from one checkpoint to the next; the client has checkpoints if it is more than one.
+        seed: Of points in a random order, and of the times that they are reached before.
 
     Returns:
         The numbers of kills, steps and retried actions; whether losses and the weights of both sides are bit-equal.
     """
-    names = points or list(POINTS)
-    here, kills, losses = build(), 0, []
+    dice = random.Random(seed)
+    chosen = points or list(POINTS)
+    at = [_NUMBERED[chosen[kill % len(chosen)]] for kill in range(count)]
+    if seed is not None:  # after the first checkpoint: a step has at most 5 actions
+        later = range(5 * every, 7 * every)
+        at = [(name, str(int(number) + dice.choice(later))) for name, number in dice.sample(at, count)]
+    here, kills, losses = build(), 0, dict[int, float]()
+    options = {"checkpoint": folder / "here"} if every > 1 else {}
 
     def start_again() -> None:
         nonlocal kills
         while kills < count:
             assert server.end() == -signal.SIGKILL
             kills += 1
-            server.start(*(_NUMBERED[names[kills % len(names)]] if kills < count else ()))
+            server.start(*(at[kills] if kills < count else ()))
 
-    with TrainingServer(folder, point=_NUMBERED[names[0]]) as server:
+    def train_next(remote: Any) -> None:
+        step = remote.num_steps
+        try:
+            losses[step] = train_step(remote)
+        except RemoteError as error:
+            if error.kind != "ROLLED_BACK":
+                raise
+            remote.zero_grad()
+
+    with TrainingServer(folder / "there", every, at[0]) as server:
         keeper = threading.Thread(target=start_again, daemon=True)
         keeper.start()
-        with connect(here, server.address) as remote:
+        with connect(here, server.address, **options) as remote:
             while keeper.is_alive():
-                losses.append(train_step(remote))
-            losses.append(train_step(remote))
+                train_next(remote)
+            train_next(remote)
+            while remote.num_steps % every:
+                train_next(remote)
             steps, retries = remote.num_steps, remote.retries
     expected_losses, expected_here, expected_there = train_undisturbed(steps)
-    saved, _ = read_tensors(folder / f"step-{steps:08}.safetensors")
-    tail = {name.removeprefix("weight:"): one for name, one in saved.items() if name.startswith("weight:")}
+    tail = read_weights(folder / "there", steps)
     head = {name: one for name, one in here.state_dict().items() if int(name[0]) <= int(AT)}
     assert len(head) + len(tail) == len(here.state_dict())
     return {
         "kills": kills,
         "steps": steps,
         "retries": retries,
-        "losses": losses == expected_losses,
+        "losses": [losses[step] for step in range(steps)] == expected_losses,
         "head": all(one.equal(expected_here[name]) for name, one in head.items()),
         "tail": all(one.equal(expected_there[name]) for name, one in tail.items()),
     }
@@ -205,8 +269,8 @@ _NUMBERED = {
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "serve":
-        run_server(*sys.argv[2:])
+    if sys.argv[1] in ("serve", "train"):
+        (run_server if sys.argv[1] == "serve" else run_client)(*sys.argv[2:])
     else:
         with tempfile.TemporaryDirectory() as temporary:
             found = run_kills(int(sys.argv[2]), Path(temporary))

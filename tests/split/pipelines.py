@@ -70,7 +70,7 @@ def without_dropout(task: Task) -> Task:
 
 def _make_task(name: str) -> Task:
     torch.manual_seed(0)
-    if name in ("resnet50", "vit"):
+    if name in ("resnet50", "narrow resnet50", "vit"):
         return _make_image_task(name)
     tokens = language_models.VOCABULARY
 
@@ -95,9 +95,12 @@ def _make_image_task(name: str) -> Task:
     from microtome import zoo
 
     torchvision = zoo.import_torchvision()
-    size = 64 if name == "resnet50" else 16
-    if name == "resnet50":
-        model, cuts = torchvision.models.resnet50(num_classes=5), ["layer1", "layer3.1.bn2"]
+    size = {"resnet50": 64, "narrow resnet50": 32, "vit": 16}[name]
+    if name != "vit":
+        resnet = torchvision.models.resnet
+        model, cuts = resnet.resnet50(num_classes=5), ["layer1", "layer3.1.bn2"]
+        if name == "narrow resnet50":  # an eighth of the channels inside blocks, for many steps
+            model = resnet.ResNet(resnet.Bottleneck, [3, 4, 6, 3], num_classes=5, width_per_group=8)
     else:
         kind = torchvision.models.vision_transformer.VisionTransformer
         model = kind(16, 8, 3, 2, 16, 32, dropout=0.2, attention_dropout=0.2, num_classes=5)

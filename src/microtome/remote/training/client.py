@@ -350,7 +350,7 @@ class RemoteTraining:
             if before is not None:
                 raise RemoteError(
                     f"{self._connection.address} had lost the steps after {reply.step}: both sides have gone back from "
-                    f"step {before} to {reply.step}, where they were saved. Go on from num_steps",
+                    f"step {before} to {reply.step}, where they were saved. Call zero_grad(), and go on from num_steps",
                     "ROLLED_BACK",
                 )
 
