@@ -66,6 +66,13 @@ class LlamaPart(nn.Module):
         return output
 
 
+#: What differs between the stages and the parts of a llama.
+LLAMA_FLOOR = (
+    "three tensors cross the cut for each micro-batch, and one between the parts written by hand, which compute the "
+    "rotary embeddings again."
+)
+
+
 def make_llama(
     layers: int,
     hidden: int,

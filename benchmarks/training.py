@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.pipelined_step import Workload, make_llama, make_resnet, make_targets, run_processes, run_step
+from benchmarks.pipelined_step import (
+    LLAMA_FLOOR,
+    Workload,
+    make_llama,
+    make_resnet,
+    make_targets,
+    run_processes,
+    run_step,
+)
 from benchmarks.report import Target
 
 
@@ -16,16 +24,9 @@ def _make_resnet() -> Workload:
     return make_resnet(4, 64, 4)
 
 
-#: What differs between the stages and the parts of a llama.
-_LLAMA = (
-    "three tensors cross the cut for each micro-batch, and one between the parts written by hand, which compute the "
-    "rotary embeddings again."
-)
-
-
 def run() -> list[Target]:
     targets: list[Target] = []
-    for name, make, rounds, floor in (("llama", _make_llama, 20, _LLAMA), ("ResNet-50", _make_resnet, 10, "")):
+    for name, make, rounds, floor in (("llama", _make_llama, 20, LLAMA_FLOOR), ("ResNet-50", _make_resnet, 10, "")):
         results = run_processes(run_step, make, torch.device("cpu"), rounds)
         targets += make_targets(results, f"a {name}, over gloo", f" of a {name}", floor)
     return targets

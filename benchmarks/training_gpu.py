@@ -11,7 +11,7 @@ import os
 
 import torch
 
-from benchmarks.pipelined_step import Workload, make_llama, make_targets, run_processes, run_step
+from benchmarks.pipelined_step import LLAMA_FLOOR, Workload, make_llama, make_targets, run_processes, run_step
 from benchmarks.report import Target, machine, markdown, save
 
 
@@ -35,7 +35,7 @@ def run(device: str, backends: list[str], rounds: int) -> list[Target]:
             refusals.append(f"{backend} fails with: {lines[-1]:.200}")
             print(refusals[-1])
             continue
-        return make_targets(results, "; ".join([f"over {backend}", *refusals]))
+        return make_targets(results, "; ".join([f"over {backend}", *refusals]), floor=LLAMA_FLOOR)
     raise SystemExit("no backend works")
 
 
