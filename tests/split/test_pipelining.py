@@ -242,7 +242,12 @@ def test_gradients_accumulate_over_runs_of_a_schedule(tmp_path: Path) -> None:
     assert max(run_processes(tmp_path, 3, accumulate, tied_chain())) < TOLERANCE
 
 
-def scale_gradients(rank: int, _: int, task: Task) -> tuple[list[float], list[float]]:
+def scale_gradients(rank: int, _: int, task: Task, is_autocast: bool) -> tuple[list[float], list[float]]:
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast, cache_enabled=False):  # since weights are tied
+        return _scale_gradients(rank, task)
+
+
+def _scale_gradients(rank: int, task: Task) -> tuple[list[float], list[float]]:
     """Train with a scaler that all processes share; return its scales, and the differences of weights, of each step.
 
     The gradients of the middle stage overflow in the second step.
@@ -276,10 +281,11 @@ def scale_gradients(rank: int, _: int, task: Task) -> tuple[list[float], list[fl
     return scales, differences
 
 
-def test_an_overflow_in_one_process_skips_the_step_in_all(tmp_path: Path) -> None:
-    for scales, differences in run_processes(tmp_path, 3, scale_gradients, tied_chain()):
+@pytest.mark.parametrize(("is_autocast", "tolerance"), [(False, TOLERANCE), (True, 1e-3)], ids=["float32", "autocast"])
+def test_an_overflow_in_one_process_skips_the_step_in_all(tmp_path: Path, is_autocast: bool, tolerance: float) -> None:
+    for scales, differences in run_processes(tmp_path, 3, scale_gradients, tied_chain(), is_autocast):
         assert scales == [1024.0, 512.0, 512.0]
-        assert max(differences) < TOLERANCE
+        assert max(differences) < tolerance
 
 
 def drift(_: int, __: int, task: Task) -> str:
