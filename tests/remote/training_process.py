@@ -219,7 +219,7 @@ def run_kills(
         later = range(5 * every, 7 * every)
         at = [(name, str(int(number) + dice.choice(later))) for name, number in dice.sample(at, count)]
     here, kills, losses = build(), 0, dict[int, float]()
-    options = {"checkpoint": folder / "here"} if every > 1 else {}
+    options: dict[str, Any] = {"checkpoint": folder / "here"} if every > 1 else {}
 
     def start_again() -> None:
         nonlocal kills

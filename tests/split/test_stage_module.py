@@ -322,7 +322,7 @@ def test_a_mask_that_is_left_out_at_times_is_an_error_unless_it_has_four_dimensi
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_language_model_trains_on_batches_with_and_without_padding(attention: str) -> None:
     model, at = language_models.build("llama")
-    model.train().set_attn_implementation(attention)  # type: ignore[operator]
+    model.train().set_attn_implementation(attention)
     ids = torch.randint(3, language_models.VOCABULARY, (2, 9))
     full = torch.ones(2, 9, dtype=torch.long)
     padded = full.clone()
@@ -353,7 +353,7 @@ def test_a_language_model_trains_on_batches_with_and_without_padding(attention: 
 @pytest.mark.parametrize("was_frozen", [True, False])
 def test_a_weight_that_is_frozen_after_the_split_is_named(was_frozen: bool) -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4))
-    model[0].weight.requires_grad_(not was_frozen)  # type: ignore[union-attr, operator]
+    model[0].weight.requires_grad_(not was_frozen)
     head = mt.split(model, torch.randn(2, 4), at="0", grad=True)[0].as_module()
     head(torch.randn(2, 4))
     head.get_parameter("0.weight").requires_grad_(was_frozen)

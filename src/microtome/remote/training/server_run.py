@@ -195,8 +195,8 @@ class TrainingRun:
         """End the hold of a stream that has ended, and drop what the present step has done."""
         with self._lock:
             if self._owner is owner:
-                self._owner = None
                 self._drop()
+                self._owner = None
 
     def expire(self) -> None:
         """Do the same if there was no action for a while; a client that comes back sends the step again."""
