@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 import microtome as mt
 from microtome.errors import BadFile, BadQuery, RemoteError
-from microtome.remote import admission, forwarding, protocol, served_model, service
+from microtome.remote import admission, chain, forwarding, protocol, served_model, service
 from microtome.remote.connection import Connection
 from microtome.remote.handshake import handshake
 from microtome.remote.message import Message
@@ -24,6 +25,7 @@ from microtome.remote.server import Server
 from microtome.remote.stage_ref import StageRef
 from microtome.split.boundary.boundary import Boundary
 from microtome.split.stages import Stages
+from tests.remote.chains import connected
 from tests.remote.proxy import until
 from tests.remote.small import small
 
@@ -123,6 +125,59 @@ def test_a_next_server_of_another_model_is_left_out(
             assert [one.server for one in reply.forwarded] == [last.address]
         with pytest.raises(RemoteError, match=f"the weights of ResNet here and of ResNet at {strange.address} differ"):
             ask(first, make_request(stages[0](x), strange.address))
+
+
+def sample(server: Server, name: str, **labels: str) -> float:
+    return server.metrics.registry.get_sample_value(f"microtome_{name}", labels) or 0.0
+
+
+@torch.no_grad()
+def test_a_next_server_that_refuses_costs_neither_computation_nor_traffic(resnet: tuple[nn.Module, Tensor]) -> None:
+    model, x = resnet
+    with (
+        serving(model, x, token="b") as last,
+        serving(model, x, token="b", forward=last.address, forward_token="wrong") as first,
+        connected(model, x, first.address, last.address, token="b") as remote,
+    ):
+        # The example is computed twice, since nothing was known of the next server.
+        begun, received = sample(first, "batch_count"), sample(first, "bytes_total", direction="received")
+        for _ in range(10):
+            assert remote(x).equal(model(x))
+        assert sample(first, "batch_count") - begun == 10
+        once = remote.requests[0].sent_bytes / 2  # the boundaries of the two cuts have nearly as many bytes
+        assert sample(first, "bytes_total", direction="received") - received < 11 * once
+
+
+@torch.no_grad()
+def test_a_server_that_knows_that_the_next_one_is_down_does_not_compute_for_it(
+    resnet: tuple[nn.Module, Tensor], stages: Stages, last: Server, down: str
+) -> None:
+    model, x = resnet
+    with serving(model, x, forward=down) as first:
+        for _ in range(3):
+            with pytest.raises(RemoteError, match="cannot be reached"):
+                ask(first, make_request(stages[0](x), down))
+        with pytest.raises(RemoteError, match="does not forward to"):
+            ask(first, make_request(stages[0](x), last.address))
+        assert sample(first, "batch_count") == 1  # that of the first request, which found out
+
+
+@torch.no_grad()
+def test_a_client_asks_a_server_to_forward_again_after_a_while(
+    resnet: tuple[nn.Module, Tensor], last: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = resnet
+    with (
+        serving(model, x, forward=last.address) as first,
+        connected(model, x, first.address, last.address) as remote,
+    ):
+        remote._chain.pause_forwarding(0)
+        remote(x)
+        assert remote.requests[-1].received_bytes > 1000  # what crosses the second cut
+        later = monotonic() + chain._FORWARD_AGAIN_S
+        monkeypatch.setattr(chain, "monotonic", lambda: later)
+        remote(x)
+        assert remote.requests[-1].received_bytes < 1000
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
+from time import monotonic
 from typing import Any
 
 from microtome.addresses import INPUT
@@ -23,6 +24,9 @@ log = logging.getLogger("microtome.remote")
 #: Kinds of errors after which a request is sent again without forwarding: a server may have been restarted with others
 #: to forward to.
 _WITHOUT_FORWARDING = TRANSIENT | {"NO_CUT"}
+#: Kinds of these that other requests would meet as well; and seconds for which these are not forwarded either. The
+#: others are of one request, such as its deadline, or too many requests that wait for the next server.
+_BREAKS_FORWARDING, _FORWARD_AGAIN_S = frozenset({"UNREACHABLE", "DRAINING", "NO_CUT"}), 5.0
 
 
 class Chain:
@@ -37,6 +41,7 @@ class Chain:
 
     def __init__(self, pools: Sequence[ServerPool]) -> None:
         self.pools = tuple(pools)
+        self._paused_until: dict[int, float] = {}  # by the stage whose servers could not forward, times of `monotonic`
 
     @property
     def address(self) -> str:
@@ -65,14 +70,22 @@ class Chain:
         Raises:
             RemoteError: The server does not accept so many bytes.
         """
-        journey = _Journey(self.pools, request, retry_until, reply_bytes)
+        chained = _ChainRequest(self, request, retry_until, reply_bytes)
         assert request.boundary is not None
         with request.timed("encode_s"):
-            message = journey.make_message(0)
+            message = chained.make_message(0)
             message.encode(request.boundary)
-        journey.check_size(0, max(message.nbytes, request.boundary.nbytes))  # encoded, and decoded
+        chained.check_size(0, max(message.nbytes, request.boundary.nbytes))  # encoded, and decoded
         request.mark_sent(is_alone=self.is_idle())
-        journey.send(message, 0)
+        chained.send(message, 0)
+
+    def may_forward(self, hop: int) -> bool:
+        """Whether the servers of a stage may be asked to forward: none of them has failed to just now."""
+        return monotonic() >= self._paused_until.get(hop, 0.0)
+
+    def pause_forwarding(self, hop: int) -> None:
+        """Send what crosses the end of a stage through this client for a while."""
+        self._paused_until[hop] = monotonic() + _FORWARD_AGAIN_S
 
     def cancel(self, request: RemoteRequest) -> None:
         """Stop waiting for a request."""
@@ -86,13 +99,12 @@ class Chain:
             pool.close()
 
 
-class _Journey:
-    """One request on its way over the servers. It advances in the threads of their connections."""
+class _ChainRequest:
+    """The state of one request in a chain. It advances in the threads of the connections to the servers."""
 
-    def __init__(
-        self, pools: Sequence[ServerPool], request: RemoteRequest, retry_until: float, reply_bytes: Sequence[int]
-    ) -> None:
-        self._pools = pools
+    def __init__(self, chain: Chain, request: RemoteRequest, retry_until: float, reply_bytes: Sequence[int]) -> None:
+        self._chain = chain
+        self._pools = chain.pools
         self._request = request
         self._retry_until = retry_until
         self._reply_bytes = reply_bytes
@@ -116,7 +128,8 @@ class _Journey:
     def _num_forwards(self, hop: int) -> int:
         """Return for how many stages a server forwards the request: to servers that each of those before it allows."""
         number = 0
-        while self._may_forward and hop + number + 1 < len(self._pools):
+        may_forward = self._may_forward and self._chain.may_forward(hop)
+        while may_forward and hop + number + 1 < len(self._pools):
             pool, after = self._pools[hop + number], self._pools[hop + number + 1]
             addresses = {connection.address for connection in after.ready}
             if not all(addresses.intersection(connection.hello.forwards) for connection in pool.ready):
@@ -152,6 +165,8 @@ class _Journey:
         if isinstance(error, RemoteError) and error.kind in _WITHOUT_FORWARDING and forwards:
             log.warning("sending the boundaries of a chain through the client", extra={"reason": str(error)})
             self._may_forward = False
+            if error.kind in _BREAKS_FORWARDING:
+                self._chain.pause_forwarding(hop)
             again = self.make_message(hop)
             again.set_payload(message.payload)
             self.send(again, hop)

@@ -84,10 +84,27 @@ class Forwarder:
         self._numbers = count()
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="microtome-forward")
 
-    def check_room(self) -> None:
-        """Raise if too many boundaries are on their way; the client then sends this one itself."""
+    def check(self, request: QueuedRequest) -> None:
+        """Raise if a request cannot be forwarded, before it is computed; the client then sends the boundary itself.
+
+        Raises:
+            NoMatch: This server forwards to none of the next servers.
+            RemoteError: None of them can be used, as far as is known.
+            Late: Too many boundaries are on their way.
+        """
+        reasons = [self._connections[address].down_reason for address in self._next_servers(request)]
+        if None not in reasons:
+            raise RemoteError(reasons[0] or "", "UNREACHABLE")
         if not self.budget.has_room():
             raise Late("too many boundaries wait for the next servers: send this one through the client")
+
+    def _next_servers(self, request: QueuedRequest) -> list[str]:
+        """Return the servers of the next stage to which this one forwards."""
+        servers = [address for address in dict.fromkeys(request.next_hops[0]) if address in self.addresses]
+        if not servers:
+            named = ", ".join(request.next_hops[0])
+            raise NoMatch(f"this server does not forward to {named!r:.200}: allow it with --forward")
+        return servers
 
     def send(
         self,
@@ -103,10 +120,7 @@ class Forwarder:
             batch: The number of requests that were computed together.
             answer: Called with the message of the reply; `fail`: with the error if there is none.
         """
-        servers = [address for address in dict.fromkeys(request.next_hops[0]) if address in self.addresses]
-        if not servers:
-            named = ", ".join(request.next_hops[0])
-            raise NoMatch(f"this server does not forward to {named!r:.200}: allow it with --forward")
+        servers = self._next_servers(request)
         self.budget.add(boundary.nbytes)
         request.mark_forwarded(boundary.nbytes)
         header = protocol.Request(

@@ -235,7 +235,7 @@ class WorkerPool:
                 continue
             try:
                 if request.next_hops:
-                    self._forwarder.check_room()
+                    self._forwarder.check(request)
                 boundary = self._decode(request)
                 self._served.check_stage(request.stage, boundary)
                 boundary = request.boundary = self._served.complete(boundary, request.stage, self._gate.upgraded)
