@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import microtome as mt
 from microtome.engine.pytree import tensors_in
-from microtome.errors import RemoteError
+from microtome.errors import BadQuery, RemoteError
 from microtome.inputs import Inputs
 from microtome.remote.batch_verification import CannotBatch
 from microtome.remote.batching import Batcher, build_batcher, make_examples
@@ -491,3 +491,22 @@ def test_why_requests_are_computed_one_by_one_is_logged(caplog: pytest.LogCaptur
         joins(Between(MIXING["branch"]), torch.randn(1, 4))
     assert "does not depend on that request alone" in caplog.text
     assert "reads values into Python" in caplog.text
+
+
+def test_batches_of_a_server_that_cannot_verify_them_are_refused() -> None:
+    model, x = small()
+    stage = mt.split(model, x, at="layer1")[1]
+    with pytest.raises(BadQuery, match="expected batch=1 for a stage, got 8: .* Serve the whole model"):
+        mt.serve(stage, listen="127.0.0.1:0", batch=8)
+    with pytest.raises(BadQuery, match="expected batch=1 of a server that trains, got 8"):
+        mt.serve(model, x, listen="127.0.0.1:0", batch=8, optimizer=torch.optim.Adam)
+    with pytest.raises(BadQuery, match="expected a batch of 1 or more requests, got True"):
+        mt.serve(model, x, listen="127.0.0.1:0", batch=True)
+
+
+def test_inputs_with_a_stage_are_refused() -> None:
+    model, x = small()
+    stage = mt.split(model, x, at="layer1")[1]
+    for inputs in ("nonsense", x):
+        with pytest.raises(BadQuery, match="expected no inputs with a stage, which has its example, got"):
+            mt.serve(stage, inputs, listen="127.0.0.1:0")

@@ -233,7 +233,8 @@ def serve(
     Args:
         model: The model, in eval mode; or one of its stages, from `mt.load_stage` or `mt.load_exported`. A stage before
             the last one answers with what crosses its end.
-        inputs: Example inputs: a tensor, a tuple, a dict, an `Inputs`, or a shape such as `"1x3x224x224"`.
+        inputs: Example inputs: a tensor, a tuple, a dict, an `Inputs`, or a shape such as `"1x3x224x224"`; none with a
+            stage.
         listen: The address to listen on; port 0 picks a free one, which `Server.address` has.
         tls_cert: PEM file of the server's certificate, to encrypt connections; `tls_key` is its private key.
         client_ca: PEM file of the authority that signs the certificates that clients must have.
@@ -241,7 +242,8 @@ def serve(
         max_message: The most bytes of a request, such as `"256MB"`.
         concurrency: The number of requests, or batches, that are computed at once.
         batch: The most requests at the same cut that are computed together, if their shapes allow it. Outputs then
-            equal those of each request alone to the precision of the kernels, not bit for bit.
+            equal those of each request alone to the precision of the kernels, not bit for bit. Of a chain, requests of
+            the last stage are; a server of one stage or one that trains computes one request after the other.
         batch_window: How long the first request of a batch waits for others.
         sessions: The most sessions at once, each with the state of one sequence, such as the KV cache of an answer; the
             least recently used one ends when there are more.
@@ -269,7 +271,7 @@ def serve(
     if error := explain_endpoint(listen, "an address to listen on such as 127.0.0.1:7070"):
         raise BadQuery(error)
     for name, number in (("concurrency", concurrency), ("batch", batch)):
-        if not isinstance(number, int) or number < 1:
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise BadQuery(f"expected a {name} of 1 or more requests, got {number!r}")
     if not isinstance(sessions, int) or sessions < 0:
         raise BadQuery(f"expected a number of sessions of 0 or more, got {sessions!r}")
@@ -283,11 +285,14 @@ def serve(
     credentials = security.credentials()  # checks the files, before the model is analyzed, which takes longer
     forwards = ForwardOptions.parse(forward, forward_token, forward_ca)
     idle_s = parse_seconds(session_timeout)
+    _check_stage_options(model, inputs, batch)
     served: InferenceBackend
     if optimizer is not None:
         options = TrainingOptions(optimizer, loss, checkpoint, checkpoint_every, parse_size(train_memory), idle_s)
+        if batch > 1:
+            raise BadQuery(f"expected batch=1 of a server that trains, got {batch}")
         served = _make_training(model, inputs, options)
-        concurrency = batch = 1
+        concurrency = 1
     elif isinstance(model, ExportedStage):
         served = ExportedBackend(model)
     else:
@@ -296,6 +301,19 @@ def serve(
     session_limits = SessionLimits(sessions, parse_size(state_memory), idle_s)
     limits = Limits(max_bytes, concurrency, batch, parse_seconds(batch_window), session_limits)
     return Server(served, listen, security, credentials, limits, forwards).start()
+
+
+def _check_stage_options(model: object, inputs: object, batch: int) -> None:
+    """Raise if a server of one stage is to use inputs of the model, or to batch requests."""
+    if not isinstance(model, Stage | ExportedStage):
+        return
+    if inputs is not None:
+        raise BadQuery(f"expected no inputs with a stage, which has its example, got {inputs!r:.200}")
+    if batch > 1:
+        raise BadQuery(
+            f"expected batch=1 for a stage, got {batch}: batches are verified by running the stages before it, "
+            "too. Serve the whole model, or deploy the stages with microtome.scale.ray"
+        )
 
 
 def _make_training(model: Any, inputs: Any, options: TrainingOptions) -> TrainingBackend:

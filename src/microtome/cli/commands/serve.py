@@ -104,7 +104,7 @@ def serve(
     else:
         target, resolved = model.load(-1 if stage is None else stage)
         with show_progress(f"analysing {model.name}"), wrap_model_errors(resolved):
-            server = start(target, resolved.inputs, **options)
+            server = start(target, resolved.inputs if model.stages is None else None, **options)
     ended = threading.Event()
     try:
         for number in (signal.SIGTERM, signal.SIGINT):
