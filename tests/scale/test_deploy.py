@@ -202,24 +202,31 @@ def test_what_the_cluster_lacks_is_refused_before_anything_starts(deployed: Depl
     from microtome.scale.ray import deploy
 
     before = ray.serve.status().applications.keys()
-    with pytest.raises(BadQuery, match="expected nodes with 12 GPU for the replicas, got 0"):
+    with pytest.raises(BadQuery, match="expected a node with .*4 GPU for each of the replicas of stage 0, got nodes"):
         deploy(deployed.stages, num_gpus=4, name="other")
+    with pytest.raises(
+        BadQuery, match="expected nodes with room for 2 ingresses, each on a node of its own since they share"
+    ):
+        deploy(deployed.stages, num_cpus=0, ingresses=2, name="other")
     with pytest.raises(BadQuery, match="an application named 'microtome' runs already"):
         deploy(deployed.stages)
     assert ray.serve.status().applications.keys() == before
 
 
-def test_an_interrupted_start_leaves_no_application(deployed: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_an_interrupted_start_leaves_no_application(
+    deployed: Deployed, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
     from microtome.scale.ray import deploy
 
     run = ray.serve.run
 
     def interrupt(*arguments: Any, **options: Any) -> None:
         run(*arguments, **options)
-        raise KeyboardInterrupt
+        raise error
 
     monkeypatch.setattr(ray.serve, "run", interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(error):
         deploy(deployed.stages, only=[1], name="interrupted", listen="127.0.0.1:0", num_cpus=0)
     assert "interrupted" not in ray.serve.status().applications
 

@@ -19,7 +19,7 @@ from microtome.scale.ray import extract, profile, record
 from microtome.scale.ray.blocks import RowSlice, divide, split_batches
 from microtome.scale.ray.columns import Batch, Columns, keep_columns
 from microtome.scale.ray.features import FeatureColumns
-from microtome.scale.ray.recording import _PartsRun, count_workers
+from microtome.scale.ray.recording import _PartsRun
 from microtome.scale.ray.worker import PartTotals, WorkerModel
 
 
@@ -91,18 +91,6 @@ def test_workers_with_other_weights_are_an_error() -> None:
     run._weights, run._progress, run._began = {"abc"}, None, 0.0
     with pytest.raises(BadWeights, match="workers built the model with different weights: abc and def; use the same"):
         run._count(PartTotals(1, 1, 1, "def"))
-
-
-class Cluster:
-    """The part of `ray` that tells resources."""
-
-    def cluster_resources(self) -> dict[str, float]:
-        return {"CPU": 7.0, "GPU": 2.0}
-
-
-@pytest.mark.parametrize(("cpus", "gpus", "workers"), [(1, 0, 7), (2, 0, 3), (1, 1, 2), (0, 0.5, 4), (16, 0, 1)])
-def test_there_are_as_many_workers_as_the_cluster_has_room_for(cpus: float, gpus: float, workers: int) -> None:
-    assert count_workers(Cluster(), cpus, gpus) == workers
 
 
 def test_a_model_runs_in_eval_mode() -> None:

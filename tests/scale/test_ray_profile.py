@@ -94,6 +94,8 @@ def test_mistakes_are_errors(cluster: Any) -> None:
         profile(["zoo:tiny-vit"], phases=("prefill",))
     with pytest.raises(BadQuery, match="the inputs are in the mapping of models already: leave out `inputs`"):
         profile({"a": (nn.ReLU(), torch.ones(1))}, "1x2")
+    with pytest.raises(BadQuery, match="expected a node with 1 CPU, 1 GPU for each of the tasks that profile models"):
+        profile(["zoo:tiny-vit"], num_gpus=1)
     assert len(profile([])) == 0
     with pytest.raises(NoMatch, match="no model is named 'a': expected one of"):
         profile([])["a"]

@@ -16,6 +16,7 @@ from microtome.engine.pytree import named_tensors
 from microtome.errors import BadQuery, Unsupported
 from microtome.scale.ray.columns import Batch, Columns, InputColumns, check_batch_size, keep_columns
 from microtome.scale.ray.packages import import_ray
+from microtome.scale.ray.resources import check_room, task_demand
 from microtome.scale.ray.worker import WorkerModel, resolve_on_meta
 
 
@@ -54,6 +55,7 @@ def extract(
     columns = Columns.find(dataset, inputs, id)
     Targets(resolve_on_meta(model), at)
     reduction = None if reduce is None else find_reduction(reduce)
+    check_room(ray, [task_demand("workers", num_cpus, num_gpus)])
     spec = WorkerModel(model, max(1, int(num_cpus)), on_gpu=num_gpus > 0)
     kept = keep_columns(dataset.columns(), columns)
     strategy = ray.data.ActorPoolStrategy

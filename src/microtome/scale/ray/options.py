@@ -11,6 +11,7 @@ from torch import nn
 from microtome.endpoints import explain_endpoint
 from microtome.errors import BadQuery
 from microtome.remote.security import ServerSecurity
+from microtome.scale.ray.resources import Demand, is_amount
 from microtome.units import plural
 
 #: Batches that a replica holds: one that is computed, and one that arrives meanwhile.
@@ -98,8 +99,8 @@ class DeployOptions:
         a_number, resources = "a number of 0 or more", "a dict such as {'edge': 1}, or None"
         fixed = _per_stage("replicas", self.replicas, count, _is_count, "a number of 1 or more")
         ranges = _per_stage("autoscaling", self.autoscaling, count, _is_range, "a pair such as (1, 4), or None")
-        cpus = _per_stage("num_cpus", self.num_cpus, count, _is_amount, a_number)
-        gpus = _per_stage("num_gpus", self.num_gpus, count, _is_amount, a_number)
+        cpus = _per_stage("num_cpus", self.num_cpus, count, is_amount, a_number)
+        gpus = _per_stage("num_gpus", self.num_gpus, count, is_amount, a_number)
         others = _per_stage("resources", self.resources, count, _is_resources, resources)
         numbers = [(one, one) if pair is None else pair for one, pair in zip(fixed, ranges, strict=True)]
         rows = zip(numbers, cpus, gpus, others, strict=True)
@@ -108,10 +109,20 @@ class DeployOptions:
     def ingress_for_serve(self, name: str) -> dict[str, Any]:
         """Return the options of the deployment of the gRPC servers."""
         actor = {"num_cpus": 0, "resources": dict(self.ingress_resources or {})}
-        chosen = {**_COMMON, "name": name, "num_replicas": self.ingresses, "ray_actor_options": actor}
-        if not self.listen.endswith(":0"):  # two on a node cannot have the same port
-            chosen["max_replicas_per_node"] = 1
-        return chosen
+        options = {**_COMMON, "name": name, "num_replicas": self.ingresses, "ray_actor_options": actor}
+        if self._has_one_port:
+            options["max_replicas_per_node"] = 1
+        return options
+
+    @property
+    def _has_one_port(self) -> bool:
+        """Whether all ingresses have the same port, so that each needs a node of its own."""
+        return not self.listen.endswith(":0")
+
+    @property
+    def ingress_demand(self) -> Demand:
+        """The resources of the gRPC servers."""
+        return Demand("ingresses", dict(self.ingress_resources or {}), self.ingresses, self._has_one_port)
 
 
 class StageOptions(NamedTuple):
@@ -125,6 +136,11 @@ class StageOptions(NamedTuple):
     num_cpus: float
     num_gpus: float
     resources: Mapping[str, float]
+
+    def demand(self, index: int) -> Demand:
+        """Return the resources of the replicas of a stage."""
+        amounts = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
+        return Demand(f"replicas of stage {index}", amounts, self.replicas[0])
 
     @property
     def device(self) -> str:
@@ -141,24 +157,6 @@ class StageOptions(NamedTuple):
         return {**_COMMON, **scale, "name": name, "ray_actor_options": actor, "max_ongoing_requests": ongoing}
 
 
-def check_resources(stages: Sequence[StageOptions], available: Mapping[str, float]) -> None:
-    """Raise if the nodes of a cluster have less than the replicas need: Ray Serve would wait for more, for ever.
-
-    Raises:
-        BadQuery: They have less.
-    """
-    needed: dict[str, float] = {}
-    for stage in stages:
-        for name, amount in {"CPU": stage.num_cpus, "GPU": stage.num_gpus, **stage.resources}.items():
-            needed[name] = needed.get(name, 0.0) + amount * stage.replicas[0]
-    for name, amount in needed.items():
-        if amount > available.get(name, 0.0):
-            raise BadQuery(
-                f"expected nodes with {amount:g} {name} for the replicas, got {available.get(name, 0.0):g}: start more "
-                "nodes first, or ask for fewer replicas, num_cpus, num_gpus or resources"
-            )
-
-
 def _per_stage(name: str, value: Any, count: int, is_valid: Callable[[Any], bool], expected: str) -> list[Any]:
     values = value if isinstance(value, list) else [value] * count
     if len(values) != count:
@@ -173,10 +171,6 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _is_amount(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
-
-
 def _is_range(value: Any) -> bool:
     if value is None:
         return True
@@ -188,4 +182,4 @@ def _is_resources(value: Any) -> bool:
     if value is None:
         return True
     is_named = isinstance(value, dict) and all(isinstance(name, str) for name in value)
-    return is_named and all(map(_is_amount, value.values()))
+    return is_named and all(map(is_amount, value.values()))

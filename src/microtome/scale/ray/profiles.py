@@ -19,6 +19,7 @@ from microtome.results.profile import Profile
 from microtome.results.profiles import ProfiledModel, ProfileFailure, Profiles
 from microtome.scale.ray.packages import import_ray
 from microtome.scale.ray.recording import MAX_RETRIES
+from microtome.scale.ray.resources import check_room, task_demand
 from microtome.zoo.resolver import resolve
 
 #: Options of `mt.profile` whose results are no profile, or that a worker cannot use.
@@ -57,6 +58,7 @@ def profile(
     given = models if isinstance(models, Mapping) else {name: (name, inputs) for name in models}
     if isinstance(models, Mapping) and inputs is not None:
         raise BadQuery("the inputs are in the mapping of models already: leave out `inputs`")
+    check_room(ray, [task_demand("tasks that profile models", num_cpus, num_gpus)])
     task = ray.remote(profile_one).options(num_cpus=num_cpus, num_gpus=num_gpus, max_retries=MAX_RETRIES)
     threads = max(1, int(num_cpus))
     tasks = {

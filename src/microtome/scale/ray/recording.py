@@ -23,6 +23,7 @@ from microtome.load import load
 from microtome.scale.ray.blocks import DatasetPart, divide, spans_of
 from microtome.scale.ray.columns import Columns, InputColumns, check_batch_size
 from microtome.scale.ray.packages import import_ray
+from microtome.scale.ray.resources import check_room, count_places, task_demand
 from microtome.scale.ray.worker import PartTotals, RecordSpec, WorkerModel, check_model_spec, record_part
 
 #: How often Ray runs a part again whose worker was killed.
@@ -88,12 +89,14 @@ def record(
     columns = Columns.find(dataset, inputs, id)
     options: dict[str, Any] = {"reduce": reduce, "keep": keep, "histogram": histogram}
     check_model_spec(model, at, options)
+    demand = task_demand("tasks that record parts", num_cpus, num_gpus)
+    check_room(ray, [demand])
     parts = PartsFolder(Path(to))
     try:
         on_worker = WorkerModel(model, max(1, int(num_cpus)), on_gpu=num_gpus > 0)
         spec = RecordSpec(on_worker, at, columns, batch_size, os.path.abspath(to), options)
         task = ray.remote(record_part).options(num_cpus=num_cpus, num_gpus=num_gpus, max_retries=MAX_RETRIES)
-        run = _PartsRun(ray, task, spec, workers or count_workers(ray, num_cpus, num_gpus), progress)
+        run = _PartsRun(ray, task, spec, workers or count_places(ray, demand), progress)
         names = run.record(divide(spans_of(dataset), batch_size * batches_per_part))
         parts.publish(names)
     except BaseException:
@@ -103,13 +106,6 @@ def record(
         parts.close()
     recording: Recording = load(to)
     return recording
-
-
-def count_workers(ray: Any, num_cpus: float, num_gpus: float) -> int:
-    """Return the number of tasks that the cluster can run at once."""
-    resources = ray.cluster_resources()
-    needs = [(resources.get(name, 0), need) for name, need in (("CPU", num_cpus), ("GPU", num_gpus)) if need]
-    return max(1, min((int(has / need) for has, need in needs), default=1))
 
 
 class _PartsRun:

@@ -22,8 +22,9 @@ from microtome.remote.session_store import SessionLimits
 from microtome.remote.worker import Limits
 from microtome.scale.ray.deployment import ClusterHandle, Deployment
 from microtome.scale.ray.ingress import DeployedModel, Ingress, IngressOptions
-from microtome.scale.ray.options import BATCHES_PER_REPLICA, DeployOptions, check_resources
+from microtome.scale.ray.options import BATCHES_PER_REPLICA, DeployOptions
 from microtome.scale.ray.replica import ReplicaOptions, StageReplica
+from microtome.scale.ray.resources import Demand, check_room
 from microtome.scale.ray.stage_sources import PackedStage, StageSet
 from microtome.split.boundary.boundary import Boundary
 from microtome.split.stages import Stages
@@ -56,7 +57,8 @@ def deploy(stages: Stages | str | Path, *, name: str = "microtome", **options: A
         options: Those of `DeployOptions`.
 
     Raises:
-        BadQuery: An option is invalid, or the cluster has less than the replicas need.
+        BadQuery: An option is invalid, or the nodes have no room for the replicas and the gRPC servers. If others use
+            the nodes, it warns, and waits.
         Unsupported: The stages cannot run in replicas, or a replica does not start.
     """
     planned = StageApplication(stages, DeployOptions(**options))
@@ -65,19 +67,18 @@ def deploy(stages: Stages | str | Path, *, name: str = "microtome", **options: A
         warnings.warn(f"{listen} can be reached from other machines, and {risks}", RuntimeWarning, stacklevel=2)
     if not ray.is_initialized():
         ray.init()
-    check_resources(planned.resources, ray.cluster_resources())
     serve.start(proxy_location="Disabled")  # a no-op if Ray Serve runs
     if name in serve.status().applications:
         raise BadQuery(f"an application named {name!r} runs already: stop it, or pass another name")
+    check_room(ray, planned.demands())
     try:
         serve.run(planned.bind(), name=name, route_prefix=None)
-    except RuntimeError as error:
+    except BaseException as error:
         reason = _find_reason(name) or describe_error(error)
-        serve.delete(name)
-        raise Unsupported(f"{name!r} did not start: {reason}") from error
-    except KeyboardInterrupt:
         if name in serve.status().applications:
             serve.delete(name)
+        if isinstance(error, RuntimeError):
+            raise Unsupported(f"{name!r} did not start: {reason}") from error
         raise
     handles = [serve.get_deployment_handle(_STAGE.format(index), name) for index in planned.chosen]
     handle = ClusterHandle(handles, planned.model, planned.spec, planned.retry_s)
@@ -86,7 +87,9 @@ def deploy(stages: Stages | str | Path, *, name: str = "microtome", **options: A
 
 def _find_reason(name: str) -> str | None:
     """Return the error with which the replicas of an application ended; None: not known."""
-    text = "\n".join(deployment.message for deployment in serve.status().applications[name].deployments.values())
+    application = serve.status().applications.get(name)
+    deployments = {} if application is None else application.deployments
+    text = "\n".join(deployment.message for deployment in deployments.values())
     found = _OWN_ERROR.findall(text) or _ANY_ERROR.findall(text)
     return found[-1] if found else None
 
@@ -147,6 +150,11 @@ class StageApplication:
         ingress = IngressOptions(self.options.listen, self.options.security, self._limits, self.retry_s)
         deployment = serve.deployment(Ingress).options(**self.options.ingress_for_serve(_INGRESS))
         return deployment.bind(self.model, ingress, *handles)
+
+    def demands(self) -> list[Demand]:
+        """Return the resources of all processes of the application."""
+        stages = [stage.demand(index) for index, stage in zip(self.chosen, self.resources, strict=True)]
+        return [*stages, self.options.ingress_demand]
 
     def _check_batch(self) -> None:
         """Raise if requests are to be batched, and cannot be verified to be independent."""
