@@ -109,6 +109,30 @@ def test_a_deadline_holds_at_every_server(stage: str, is_forwarded: bool) -> Non
         until(remote._chain.is_idle)
 
 
+@pytest.mark.parametrize("is_forwarded", [False, True])
+def test_a_server_that_misses_a_deadline_has_no_requests_until_it_answers(is_forwarded: bool) -> None:
+    model = Slow().eval()
+    with (
+        serving(model, asking()) as one,
+        serving(model, asking()) as other,
+        serving(model, asking(), forward=[one.address, other.address] if is_forwarded else ()) as first,
+        Gate() as gate,
+        connected(
+            model, asking(), first.address, [one.address, other.address], at=["(input)", "head"], deadline=1.0
+        ) as remote,
+    ):
+        with pytest.raises(RemoteError, match="did not answer in 1 s"):
+            remote(asking(gate))
+        remote.options = replace(remote.options, deadline_s=60.0)
+        hangs = one if one.metrics.queue._value.get() else other
+        for _ in range(6):
+            x = asking()
+            assert remote(x).equal(model(x))
+            assert remote.requests[-1].hops[1].server != hangs.address
+        gate.open()
+        until(lambda: remote(x).equal(model(x)) and remote.requests[-1].hops[1].server == hangs.address)
+
+
 # -- lines that break --------------------------------------------------------------------------------------------------
 
 

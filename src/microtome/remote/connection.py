@@ -159,6 +159,16 @@ class Connection:
         """Whether no message waits for a reply."""
         return not self._pending
 
+    def is_late(self) -> bool:
+        """Whether the server has yet to answer a request that nobody waits for any more, or whose deadline has passed.
+
+        A server that hangs does not break the stream: this is how it is noticed early.
+        """
+        with self._changed:
+            oldest = next(iter(self._pending.values()), None)
+            is_overdue = oldest is not None and oldest.deadline is not None and monotonic() > oldest.deadline
+            return bool(self._cancelled) or is_overdue
+
     def pop_bandwidth(self) -> float | None:
         """Return the bytes per second while requests waited to be sent, since the last call; None: too few did."""
         nbytes, spent_s = self._sent_bytes, self._sending_s
@@ -215,6 +225,7 @@ class Connection:
                 is_planned = self._outgoing is None and error.kind == "UNREACHABLE"
                 self._end_stream()
                 self._call = None
+                self._cancelled.clear()
                 if self._closed:
                     return
                 if is_planned:
@@ -245,7 +256,6 @@ class Connection:
         self._outgoing = outgoing = SimpleQueue[Message | None]()
         for message in self._pending.values():
             outgoing.put(message)
-        self._cancelled.clear()
         if self._reply_bytes > self._channel_bytes:
             if self._stream_channel is not self._channel:
                 self._stream_channel.close()

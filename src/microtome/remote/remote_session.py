@@ -219,7 +219,7 @@ class _RemoteSequence(StepSequence):
                     raise
                 error = failure
                 if failure.kind != "NO_SESSION":  # the connection has tried again for a while
-                    other = self._pool.next(but=self._connection)
+                    other = self._pool.next(exclude=self._connection)
                     if other.down_reason is not None or other is self._connection:
                         break
                     self.end_on_server()

@@ -1,4 +1,4 @@
-"""Several servers of one stage, used in turn; one that fails is left out until it is back."""
+"""Several servers of one stage, used in turn; one that fails or is late is left out until it is back or answers."""
 
 from __future__ import annotations
 
@@ -80,15 +80,17 @@ class ServerPool:
         """Whether no message waits for a reply."""
         return all(connection.is_idle() for connection in self.connections)
 
-    def next(self, *, but: Connection | None = None) -> Connection:
-        """Return the server whose turn it is, of those that are up; if none is, of all.
+    def next(self, *, exclude: Connection | None = None) -> Connection:
+        """Return the server whose turn it is: of those that are up and not late; if there is none, of those up, or all.
 
         Args:
-            but: A server that has just failed.
+            exclude: A server that has just failed.
         """
-        others = [connection for connection in self.ready if connection is not but] or self.ready
+        others = [connection for connection in self.ready if connection is not exclude] or self.ready
         up = [connection for connection in others if connection.down_reason is None]
-        return (up or others)[next(self._turns) % len(up or others)]
+        in_time = [connection for connection in up if not connection.is_late()] if len(up) > 1 else up
+        candidates = in_time or up or others
+        return candidates[next(self._turns) % len(candidates)]
 
     def submit(self, message: Message) -> None:
         """Send a message to the next server, and to others if that fails.
@@ -106,7 +108,7 @@ class ServerPool:
         """Send a message to another server after an error; return False if it must be reported."""
         if error.kind not in _ANOTHER_MAY_ANSWER:
             return False
-        connection = self.next(but=failed[-1])
+        connection = self.next(exclude=failed[-1])
         if monotonic() > until:
             others = [one for one in self.ready if one not in failed and one.down_reason is None]
             if not others:
