@@ -218,6 +218,27 @@ def test_a_chain_is_encrypted_between_all_of_its_processes(resnet: tuple[nn.Modu
             connected(model, x, last.address, last.address, token="b", ca=other.file, timeout=5)
 
 
+@torch.no_grad()
+def test_every_process_of_a_chain_shows_its_certificate(resnet: tuple[nn.Module, Tensor], tmp_path: Path) -> None:
+    model, x = resnet
+    authority = Authority(tmp_path, "ours")
+    cloud, edge = authority.sign("cloud"), authority.sign("edge")
+    tls = {"tls_cert": cloud.cert, "tls_key": cloud.key, "client_ca": authority.file}
+    client = {"ca": authority.file, "cert": edge.cert, "key": edge.key}
+    shown = {"forward_cert": cloud.cert, "forward_key": cloud.key}
+    with serving(model, x, **tls) as last:
+        with (
+            serving(model, x, **tls, **shown, forward=last.address, forward_ca=authority.file) as first,
+            connected(model, x, first.address, last.address, **client) as forwarded,
+            connected(model, x, last.address, first.address, **client) as relayed,
+        ):
+            assert forwarded(x).equal(model(x))
+            assert relayed(x).equal(model(x))
+            assert forwarded.requests[-1].received_bytes < 1000 < relayed.requests[-1].received_bytes
+        with pytest.raises(RemoteError, match="If it requires a client certificate, add cert= and key="):
+            connected(model, x, last.address, last.address, ca=authority.file, timeout=1)
+
+
 def _ask(server: Server, boundary: Any, **fields: Any) -> Any:
     connection = Connection(server.address)
     try:

@@ -221,8 +221,16 @@ def test_the_token_and_the_authority_of_the_next_servers_are_checked_at_the_star
     (tmp_path / "ca.pem").write_text("text")
     with pytest.raises(BadFile, match="forward_ca=: expected a certificate in PEM format in"):
         serving(*resnet, forward="127.0.0.1:1", forward_ca=str(tmp_path / "ca.pem"))
-    with pytest.raises(BadQuery, match="expected forward= with forward_token= and forward_ca=, got no server"):
-        serving(*resnet, forward_token="b")
+    for option in ("token", "ca", "cert", "key"):
+        with pytest.raises(BadQuery, match=f"expected forward= with forward_{option}=, got no server to forward to"):
+            serving(*resnet, **{f"forward_{option}": "b"})
+    with pytest.raises(BadQuery, match="expected both forward_cert= and forward_key=, got one without the other"):
+        serving(*resnet, forward="127.0.0.1:1", forward_cert="b.pem")
+    with pytest.raises(BadFile, match="forward_cert=: cannot read"):
+        serving(*resnet, forward="127.0.0.1:1", forward_cert=str(tmp_path / "missing.pem"), forward_key="b.key")
+    for wrong in (5, None, {"127.0.0.1:1": 2}):
+        with pytest.raises(BadQuery, match="expected forward= as the address of a server or a list of them, got"):
+            serving(*resnet, forward=wrong)
     with pytest.raises(BadQuery, match="expected a token of one line of ASCII"):
         serving(*resnet, forward="127.0.0.1:1", forward_token="a\nb")
     with pytest.warns(RuntimeWarning, match="the token is sent to 10.0.0.6:7070 without TLS"):

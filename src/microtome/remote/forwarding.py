@@ -23,7 +23,7 @@ from microtome.remote.logs import MAX_ID_CHARS
 from microtome.remote.message import Message
 from microtome.remote.security import Security
 from microtome.remote.server_pool import ServerPool
-from microtome.remote.tls_files import TlsFile
+from microtome.remote.tls_files import TlsFile, read_pair
 from microtome.results.metrics import advise
 from microtome.split.boundary.boundary import Boundary
 from microtome.units import size
@@ -45,20 +45,41 @@ class ForwardOptions(NamedTuple):
     security: Security = Security()
 
     @classmethod
-    def parse(cls, forward: str | Sequence[str], token: str | None, ca: str | None) -> Self:
-        """Check the options `forward`, `forward_token` and `forward_ca` of a server."""
-        if not isinstance(forward, str | Sequence):
-            raise BadQuery(f"forward: expected the addresses of servers, such as ['host:7070'], got {forward!r:.80}")
+    def parse(
+        cls,
+        forward: str | Sequence[str],
+        *,
+        token: str | None = None,
+        ca: str | None = None,
+        cert: str | None = None,
+        key: str | None = None,
+    ) -> Self:
+        """Check the option `forward` of a server, and those whose names begin with `forward_`."""
+        if not isinstance(forward, str | list | tuple):
+            raise BadQuery(f"expected forward= as the address of a server or a list of them, got {forward!r:.200}")
         addresses = (forward,) if isinstance(forward, str) else tuple(forward)
         for address in addresses:
             if error := explain_endpoint(address):
                 raise BadQuery(f"forward: {error}")
-        if not addresses and (token or ca):
-            options = advise("forward_token= and forward_ca=", "--forward-token-file and --forward-ca")
-            raise BadQuery(f"expected {advise('forward=', '--forward')} with {options}, got no server to forward to")
+        if not addresses and (token or ca or cert or key):
+            option = next(name for name, value in _named(token=token, ca=ca, cert=cert, key=key).items() if value)
+            raise BadQuery(f"expected {advise('forward=', '--forward')} with {option}, got no server to forward to")
         if ca is not None:
             TlsFile("forward_ca", ca).read("certificate")
-        return cls(addresses, Security(ca=ca, token=token))
+        if (cert is None) != (key is None):
+            both = advise("forward_cert= and forward_key=", "--forward-cert and --forward-key")
+            raise BadQuery(f"expected both {both}, got one without the other")
+        if cert is not None and key is not None:
+            read_pair(TlsFile("forward_cert", cert), TlsFile("forward_key", key))
+        return cls(addresses, Security(ca=ca, cert=cert, key=key, token=token))
+
+
+def _named(**values: str | None) -> dict[str, str | None]:
+    """Return the values of options by the name of the option."""
+    return {
+        advise(f"forward_{name}=", f"--forward-{'token-file' if name == 'token' else name}"): value
+        for name, value in values.items()
+    }
 
 
 class Forwarder:

@@ -222,6 +222,8 @@ def serve(
     forward: str | Sequence[str] = (),
     forward_token: str | None = None,
     forward_ca: str | None = None,
+    forward_cert: str | None = None,
+    forward_key: str | None = None,
     optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
     loss: Callable[..., Tensor] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
@@ -252,7 +254,8 @@ def serve(
         forward: The addresses of servers to which this one may send what crosses the end of a stage, so that it does
             not travel through the client.
         forward_token: The token that those servers require; `forward_ca`: PEM file of the authority that signed
-            their certificates, to encrypt the connections.
+            their certificates, to encrypt the connections; `forward_cert` and `forward_key`: PEM files of the
+            certificate that they require of clients, and its private key.
         optimizer: Train the tail for one client at a time, which connects with `train=True`, and answer no other
             requests: a function that makes the optimizer from the parameters of the tail, such as
             `lambda parameters: torch.optim.Adam(parameters, lr=1e-3)`.
@@ -283,7 +286,7 @@ def serve(
         raise BadQuery(f"expected checkpoint_every of 1 or more steps, got {checkpoint_every!r}")
     security = ServerSecurity(tls_cert, tls_key, client_ca, token)
     credentials = security.credentials()  # checks the files, before the model is analyzed, which takes longer
-    forwards = ForwardOptions.parse(forward, forward_token, forward_ca)
+    forwards = ForwardOptions.parse(forward, token=forward_token, ca=forward_ca, cert=forward_cert, key=forward_key)
     idle_s = parse_seconds(session_timeout)
     _check_stage_options(model, inputs, batch)
     served: InferenceBackend

@@ -59,6 +59,8 @@ _SESSIONS = "Maximum number of sessions, each with the state of one sequence, su
 @click.option("--forward", multiple=True, metavar="HOST:PORT", callback=check_addresses, help=_FORWARD)
 @file_option("--forward-token-file", "Token for the servers of --forward.")
 @file_option("--forward-ca", "Authority that signed the certificates of the servers of --forward, PEM; encrypts.")
+@file_option("--forward-cert", "Client certificate for the servers of --forward, PEM.")
+@file_option("--forward-key", "Private key of --forward-cert, PEM.")
 @click.option("--metrics", metavar=":PORT", help="Serve Prometheus metrics on this port.")
 @click.option("--grace", type=duration, default=10.0, metavar="T", help=_GRACE)
 @click.option(
