@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import microtome as mt
 from microtome import zoo
 from microtome.engine.pytree import tensors_in
 from microtome.errors import BadQuery, NoMatch, RemoteError, Unsupported
-from microtome.remote import protocol
+from microtome.remote import protocol, service
 from microtome.remote.connection import Connection
 from microtome.remote.message import Message
 from microtome.remote.remote_session import RemoteSession
@@ -388,3 +389,56 @@ def test_a_plan_of_a_chain_is_connected_as_it_is(resnet: tuple[nn.Module, Tensor
         assert [remote.at, *remote.route.later] == addresses
     with pytest.raises(BadQuery, match="expected a server for each device of the plan after the first, gateway, cloud"):
         connected(model, x, *(server.address for server in pair), pair[0].address, at=plan)
+
+
+def plan_with(model: nn.Module, x: Tensor, at: list[str], codecs: list[str]) -> mt.Plan:
+    """A plan over three devices whose links are crossed at these cuts with these codecs."""
+    profile = mt.profile(model, x, measure="time", repeat=3)
+    link = mt.Link("1Gbps")
+    devices = dict.fromkeys(["phone", "gateway", "cloud"], profile)
+    plan = mt.plan(mt.cuts(model, x), devices=devices, links=[link, link], codec="raw")
+    return replace(plan, candidates=(replace(plan.winner, at=tuple(at), codecs=tuple(codecs)),), chosen=0)
+
+
+def received_bytes(server: Server) -> float:
+    return server.metrics.registry.get_sample_value("microtome_bytes_total", {"direction": "received"}) or 0.0
+
+
+@pytest.mark.parametrize("is_forwarded", [False, True])
+@torch.no_grad()
+def test_each_cut_of_a_plan_has_its_codec(
+    resnet: tuple[nn.Module, Tensor], pair: list[Server], is_forwarded: bool
+) -> None:
+    model, x = resnet
+    plan = plan_with(model, x, CUTS, ["raw", "fp16"])
+    with serving(model, x, forward=pair[1].address if is_forwarded else ()) as first:
+        servers = first, pair[1]
+        with connected(model, x, *(one.address for one in servers), at=plan, codec="auto") as remote:
+            assert remote.route.codecs == ("raw", "fp16")
+            before = [received_bytes(server) for server in servers]
+            torch.testing.assert_close(remote(x), model(x), rtol=0.02, atol=0.02)
+            whole, half = (received_bytes(one) - known for one, known in zip(servers, before, strict=True))
+            # 16 channels of 32 by 32 cross each of the cuts.
+            assert 65_536 < whole < 70_000
+            assert 32_768 < half < 36_000
+        with connected(model, x, *(one.address for one in servers), at=plan, codec="raw") as remote:
+            assert remote.route.codecs == ("raw", "raw")  # a codec that is named replaces those of the plan
+            assert remote(x).equal(model(x))
+
+
+@torch.no_grad()
+def test_a_device_that_a_plan_leaves_out_needs_no_server(resnet: tuple[nn.Module, Tensor], pair: list[Server]) -> None:
+    model, x = resnet
+    plan = plan_with(model, x, ["layer1", "layer1"], ["raw", "raw"])
+    with connected(model, x, "127.0.0.1:1", pair[0].address, at=plan) as remote:
+        assert remote(x).equal(model(x))
+        assert (remote.at, remote.route.later) == ("layer1", ())
+
+
+@torch.no_grad()
+def test_a_server_without_a_codec_of_the_route_is_refused(
+    resnet: tuple[nn.Module, Tensor], pair: list[Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "CODECS", ("raw", "zstd"))
+    with pytest.raises(RemoteError, match=f"{pair[0].address} does not have the codec 'fp16'; it has raw, zstd"):
+        connected(*resnet, *(server.address for server in pair), codec="fp16+zstd")

@@ -735,7 +735,7 @@ def test_a_server_listens_on_an_address_with_a_port(resnet: tuple[nn.Module, Ten
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"forward": 5}, BadQuery, r"forward: expected the addresses of servers, such as \['host:7070'\], got 5"),
+        ({"forward": 5}, BadQuery, "expected forward= as the address of a server or a list of them, got 5"),
         ({"tls_cert": 5, "tls_key": 6}, BadFile, "tls_cert=: expected the name of a file, got 5"),
         ({"forward": "127.0.0.1:1", "forward_ca": 5}, BadFile, "forward_ca=: expected the name of a file, got 5"),
     ],

@@ -74,7 +74,7 @@ class Chain:
         assert request.boundary is not None
         with request.timed("encode_s"):
             message = chained.make_message(0)
-            message.encode(request.boundary)
+            message.encode(request.boundary, request.route.codec)
         chained.check_size(0, max(message.nbytes, request.boundary.nbytes))  # encoded, and decoded
         request.mark_sent(is_alone=self.is_idle())
         chained.send(message, 0)
@@ -120,10 +120,13 @@ class _ChainRequest:
         self._forwards[hop] = self._num_forwards(hop)
         last = hop + self._forwards[hop]
         forward = [
-            protocol.Hop(servers=[connection.address for connection in pool.ready])
-            for pool in self._pools[hop + 1 : last + 1]
+            protocol.Hop(
+                servers=[connection.address for connection in self._pools[later].ready],
+                codec=route.reply_codec(later),
+            )
+            for later in range(hop + 1, last + 1)
         ]
-        return self._request.make_message(self._reply_bytes[last], stage=stage.to_message(), forward=forward)
+        return self._request.make_message(self._reply_bytes[last], hop, stage=stage.to_message(), forward=forward)
 
     def _num_forwards(self, hop: int) -> int:
         """Return for how many stages a server forwards the request: to servers that each of those before it allows."""

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 from torch import nn
 
@@ -126,7 +126,8 @@ def connect(
             it is back with the same model.
         deadline: The time that a request may take, in seconds or such as `"50ms"`. If the server cannot answer in
             time, this device computes the output.
-        codec: The codec of the boundary; `"auto"`: the fastest lossless one.
+        codec: The codec of the boundaries; `"auto"`: those of the plan, or without one the fastest lossless one, of a
+            chain as measured at the first cut.
         fallback: `"local"`: compute the output on this device if the server does not answer and all weights are here.
             None: raise.
         tls: Encrypt the connection; implied by `ca`, `cert` and `server_name`.
@@ -178,7 +179,8 @@ def connect(
             raise BadQuery("expected one server and no deadline with train=True")
         training = TrainingConnection(optimizer, checkpoint, codec, any_torch, max_bytes, timeout)
         return connect_training(model, inputs, stages[0][0], at, security, training)
-    cuts, stages = _resolve_plan(at, stages)
+    cuts, stages, planned = _resolve_plan(at, stages)
+    codecs = planned if codec == "auto" else (codec,)
     _check_auto(cuts, len(stages) if isinstance(model, nn.Module) else 1)
     chain = _open_chain(stages, security)
     try:
@@ -186,10 +188,10 @@ def connect(
         check = partial(handshake, model=local, any_torch=any_torch)
         for reason in (reason for pool in chain.pools for reason in pool.open(partial(check, timeout=timeout))):
             warnings.warn(f"left out until it is back: {reason}", RuntimeWarning, stacklevel=2)
-        route = _choose_route(local, chain, cuts, codec)
+        route = _choose_route(local, chain, cuts, codecs)
         routes = route.routes if isinstance(route, Autotuner) else (route,)
         for hop, pool in enumerate(chain.pools):
-            pool.watch(_check_again(check, routes, hop, codec))
+            pool.watch(_check_again(check, routes, hop))
         options = RequestOptions(deadline_s, fallback == "local", max_bytes)
         remote = Remote(local, chain, route, options)
         remote.warm_up(remote.route)
@@ -235,19 +237,27 @@ def _check_auto(at: Any, servers: int) -> None:
         )
 
 
-def _resolve_plan(at: Any, stages: list[tuple[str, ...]]) -> tuple[Any, list[tuple[str, ...]]]:
-    """Return the cuts of a plan, and the servers of the devices that run something in it."""
+class _Placement(NamedTuple):
+    """The cuts, the servers of the stages after them, and the codecs at the cuts if a plan has chosen them."""
+
+    cuts: Any
+    stages: list[tuple[str, ...]]
+    codecs: tuple[str, ...] = ()
+
+
+def _resolve_plan(at: Any, stages: list[tuple[str, ...]]) -> _Placement:
+    """Return the cuts and codecs of a plan, and the servers of the devices that run something in it."""
     if not isinstance(at, Plan):
-        return at, stages
-    cuts, devices = planned_chain(at)
+        return _Placement(at, stages)
+    cuts, codecs, devices = planned_chain(at)
     if len(stages) == 1 and len(cuts) == 1:
-        return cuts, stages
+        return _Placement(cuts, stages, codecs)
     if len(stages) != len(at.devices) - 1:
         raise BadQuery(
             f"expected a server for each device of the plan after the first, {', '.join([*at.devices][1:])}, got "
             f"{plural(len(stages), 'server')}"
         )
-    return cuts, [stages[device] for device in devices]
+    return _Placement(cuts, [stages[device] for device in devices], codecs)
 
 
 def _open_chain(stages: list[tuple[str, ...]], security: Security) -> Chain:
@@ -264,25 +274,28 @@ def _open_chain(stages: list[tuple[str, ...]], security: Security) -> Chain:
         raise
 
 
-def _choose_route(local: LocalModel, chain: Chain, at: Any, codec: str) -> Route | Autotuner:
-    codecs = _choose_codecs(chain, codec)
+def _choose_route(local: LocalModel, chain: Chain, at: Any, codecs: tuple[str, ...]) -> Route | Autotuner:
+    """Return the cuts and their codecs.
+
+    Args:
+        codecs: One for all cuts, or one for each; empty: choose the fastest lossless one.
+    """
+    candidates = codecs or _lossless_codecs(chain)
     connection = chain.pools[0].ready[0]
     splitter = local.splitter if local.is_whole else None
     if splitter is not None and isinstance(at, str) and at == "auto":
         served = set.intersection(*(set(one.hello.cuts) for one in chain.pools[0].ready))
-        return autotune(splitter, connection, codecs, [cut for cut in connection.hello.cuts if cut in served])
+        return autotune(splitter, connection, candidates, [cut for cut in connection.hello.cuts if cut in served])
     first, *later = local.resolve_cuts(at)
-    route = Route(first, codecs[0], tuple(later))
+    route = Route(first, candidates[0], tuple(later), codecs[1:])
     _check_served(chain, route)
-    if len(codecs) == 1 or splitter is None:
+    if codecs or len(candidates) == 1 or splitter is None:
         return route
-    return route._replace(codec=fastest_codec(splitter, first, connection, codecs))
+    return route._replace(codec=fastest_codec(splitter, first, connection, candidates))
 
 
-def _choose_codecs(chain: Chain, codec: str) -> tuple[str, ...]:
-    """Return the codecs to choose from: the one that the user names, or the lossless ones that all servers have."""
-    if codec != "auto":
-        return (codec,)
+def _lossless_codecs(chain: Chain) -> tuple[str, ...]:
+    """Return the lossless codecs that all servers have."""
     replies = [connection.hello for pool in chain.pools for connection in pool.ready]
     return tuple(name for name in LOSSLESS if all(name in reply.codecs for reply in replies)) or ("raw",)
 
@@ -295,19 +308,26 @@ def _check_served(chain: Chain, route: Route) -> None:
         raise BadQuery(f"expected {plural(cuts, 'server')} for {plural(cuts, 'cut')}{fewer}, got {servers}")
     for hop, pool in enumerate(chain.pools):
         for connection in pool.ready:
-            _check_stage(connection.address, connection.hello, StageRef(route.cuts, route.first_stage + hop))
+            _check_hop(connection.address, connection.hello, route, hop)
 
 
-def _check_again(check: Callable[..., Any], routes: Sequence[Route], hop: int, codec: str) -> Check:
+def _check_again(check: Callable[..., Any], routes: Sequence[Route], hop: int) -> Check:
     """Return the check of a server that is back: that of the start, and whether it can answer on these routes."""
 
     def accept(address: str, hello: Any) -> None:
         for route in routes:
-            _check_stage(address, hello, StageRef(route.cuts, route.first_stage + hop))
-            if codec == "auto" and route.codec not in ("raw", *hello.codecs):
-                raise RemoteError(f"{address} does not have the codec {route.codec}", "REFUSED")
+            _check_hop(address, hello, route, hop)
 
     return lambda connection: check(connection, timeout=_CHECK_S, accept=partial(accept, connection.address))
+
+
+def _check_hop(address: str, hello: Any, route: Route, hop: int) -> None:
+    """Raise if a server cannot answer at its place of a route."""
+    _check_stage(address, hello, StageRef(route.cuts, route.first_stage + hop))
+    names = {name for codec in (route.codecs[hop], route.reply_codec(hop)) for name in codec.split("+")}
+    if missing := sorted(names - {"raw", *hello.codecs}):
+        known = ", ".join(hello.codecs)
+        raise RemoteError(f"{address} does not have the codec {missing[0]!r}; it has {known}", "REFUSED")
 
 
 def _check_stage(address: str, hello: Any, stage: StageRef) -> None:

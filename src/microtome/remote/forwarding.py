@@ -121,9 +121,9 @@ class Forwarder:
 
     def _next_servers(self, request: QueuedRequest) -> list[str]:
         """Return the servers of the next stage to which this one forwards."""
-        servers = [address for address in dict.fromkeys(request.next_hops[0]) if address in self.addresses]
+        servers = [address for address in dict.fromkeys(request.next_hops[0].servers) if address in self.addresses]
         if not servers:
-            named = ", ".join(request.next_hops[0])
+            named = ", ".join(request.next_hops[0].servers)
             raise NoMatch(f"this server does not forward to {named!r:.200}: allow it with --forward")
         return servers
 
@@ -146,9 +146,9 @@ class Forwarder:
         request.mark_forwarded(boundary.nbytes)
         header = protocol.Request(
             id=f"{request.id[:MAX_ID_CHARS]}/{next(self._numbers)}",  # the requests of all clients share a stream
-            codec=request.codec,
+            codec=request.next_hops[0].codec or request.codec,
             stage=request.stage.following.to_message(),
-            forward=[protocol.Hop(servers=hop) for hop in request.next_hops[1:]],
+            forward=request.next_hops[1:],
         )
         left_s = request.deadline - perf_counter()
         deadline = None if left_s == inf else monotonic() + left_s
@@ -160,7 +160,7 @@ class Forwarder:
         start = perf_counter()
         try:
             pool = self._connect(servers)
-            message.encode(boundary)
+            message.encode(boundary, request.codec)
             request.timing["encode_s"] = perf_counter() - start
             limit = min(connection.hello.max_message for connection in pool.ready)
             if message.nbytes > limit:

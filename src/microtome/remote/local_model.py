@@ -150,9 +150,10 @@ def _first_and_last(stages: Sequence[Stage]) -> tuple[Stage, Stage | None]:
 
 
 class PlannedChain(NamedTuple):
-    """The cuts of a plan, and the numbers of its devices that run something after them."""
+    """The cuts of a plan with the codecs there, and the numbers of its devices that run something after them."""
 
     cuts: tuple[str, ...]
+    codecs: tuple[str, ...]
     devices: tuple[int, ...]
 
 
@@ -167,4 +168,5 @@ def planned_chain(plan: Plan) -> PlannedChain:
         best = next((at for at in cuts if at is not None), None)
         other = "" if best is None else f", or connect with at={best!r}, the best of its cuts"
         raise BadQuery(f"the plan runs the whole model on {here}, without a server: call the model{other}")
-    return PlannedChain(tuple(crossed[index] for index in running), tuple(running))
+    codecs = tuple(plan.winner.codecs[index] for index in running)
+    return PlannedChain(tuple(crossed[index] for index in running), codecs, tuple(running))

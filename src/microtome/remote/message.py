@@ -61,9 +61,13 @@ class Message:
         """The bytes of the boundary, and of the step of a session that it is."""
         return self.nbytes + int(self._header.step.ByteSize())
 
-    def encode(self, boundary: Boundary) -> None:
-        """Serialize a boundary, with the header of the message before it in the same bytes."""
-        self._data = encode(boundary, self._header.codec or "raw", self._prefix)
+    def encode(self, boundary: Boundary, codec: str | None = None) -> None:
+        """Serialize a boundary, with the header of the message before it in the same bytes.
+
+        Args:
+            codec: None: that of the reply.
+        """
+        self._data = encode(boundary, codec or self._header.codec or "raw", self._prefix)
 
     def set_payload(self, payload: bytes | memoryview) -> None:
         """Take a boundary that is encoded already; of a step, the rest after its header."""

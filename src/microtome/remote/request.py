@@ -21,16 +21,28 @@ from microtome.split.boundary.boundary import Boundary
 
 
 class Route(NamedTuple):
-    """The cuts and the codec of a request.
+    """The cuts and the codecs of a request.
 
     Attributes:
         at: The first cut; None: the model is not cut, and runs here. `""`: the inputs are sent.
+        codec: The codec of what crosses it.
         later: The further cuts of a chain, in order.
+        later_codecs: The codecs of what crosses these; empty: the same as at the first cut.
     """
 
     at: str | None
     codec: str
     later: tuple[str, ...] = ()
+    later_codecs: tuple[str, ...] = ()
+
+    @property
+    def codecs(self) -> tuple[str, ...]:
+        """The codec at each cut."""
+        return (self.codec, *(self.later_codecs or [self.codec] * len(self.later)))
+
+    def reply_codec(self, hop: int) -> str:
+        """Return the codec of a server's reply: that of the cut after its stage, or of the last cut for the output."""
+        return self.codecs[min(hop + 1, len(self.later))]
 
     @property
     def cuts(self) -> tuple[str, ...]:
@@ -123,9 +135,9 @@ class RemoteRequest:
         yield
         self.timing[phase] = perf_counter() - start
 
-    def make_message(self, reply_bytes: int, **fields: Any) -> Message:
-        """Return a message without a boundary; `fields` are those of a `Request`."""
-        header = protocol.Request(id=self.id, codec=self.route.codec, **fields)
+    def make_message(self, reply_bytes: int, hop: int = 0, **fields: Any) -> Message:
+        """Return a message to the server of a hop without a boundary; `fields` are those of a `Request`."""
+        header = protocol.Request(id=self.id, codec=self.route.reply_codec(hop), **fields)
         return Message(header, deadline=self.deadline, reply_bytes=reply_bytes)
 
     # -- states --------------------------------------------------------------------------------------------------------

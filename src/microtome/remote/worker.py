@@ -93,7 +93,7 @@ class QueuedRequest:
         has_tensors: Whether it and its reply have messages `Tensors` in place of boundaries.
         step: The step of a session that it is; None: a single pass.
         train: The action of a training run that it is; None: inference.
-        stage: The stage that it runs, once that is known; `forward`: the servers of the next stages, in order.
+        stage: The stage that it runs, once that is known; `next_hops`: the messages `Hop` of the next ones.
         owner: The stream on which it arrived.
         reply: The message with the output or an error.
         timing: Seconds of each phase.
@@ -108,7 +108,7 @@ class QueuedRequest:
         self.train: Any = header.train if header.HasField("train") else None
         self._stage: Any = header.stage if header.HasField("stage") else None
         self.stage = StageRef.tail("")
-        self.next_hops: list[tuple[str, ...]] = [tuple(hop.servers) for hop in header.forward]
+        self.next_hops: list[Any] = list(header.forward)
         self.has_tensors: bool = header.format == protocol.TENSORS
         self.owner = owner
         self.codec: str = header.codec or "raw"
