@@ -23,6 +23,14 @@ def test_without_ray_a_function_says_what_to_install() -> None:
     assert "NotInstalled: ray is not installed, which microtome.scale.ray needs: pip install" in done.stderr
 
 
+@pytest.mark.integration
+def test_the_package_is_imported_whether_or_not_the_function_of_its_name_is_used() -> None:
+    code = "import microtome; microtome.scale(0.5); from microtome.scale import ray; print(ray.record, microtome.scale)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("<function record at")
+    assert "<function scale at" in done.stdout
+
+
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'microtome.scale.ray' has no attribute 'deplox'"):
         ray.deplox  # noqa: B018
