@@ -340,6 +340,15 @@ def test_mistakes_are_explained_before_anything_is_computed(
             mt.connect(model, x, server=several, at=CUTS)  # type: ignore[call-overload]
     with pytest.raises(NoMatch, match="layer9"):
         connected(model, x, a, b, at=["stem", "layer9"])
+    for first in ("(input)", ""):
+        with pytest.raises(BadQuery, match=r"the cut at '\(input\)' is named twice"):
+            connected(model, x, a, b, at=["(input)", first])
+    with pytest.raises(BadQuery, match="the cut at 'stem' is named twice"):
+        connected(model, x, a, b, at=["stem", "stem"])
+    with pytest.raises(BadQuery, match="the order of a run, 'stem', 'layer1', as the servers are, got 'layer1'"):
+        connected(model, x, a, b, at=["layer1", "stem"])
+    with pytest.raises(BadQuery, match=r"in the order of a run, '\(input\)' first, got 'stem', '\(input\)'"):
+        connected(model, x, a, b, at=["stem", "(input)"])
     with pytest.raises(BadQuery, match="expected server= for one server, or servers= for several, got both"):
         mt.connect(model, x, a, servers=[a, b], at=CUTS)
     for wrong in ([], a, {a: b}, [a, []]):

@@ -110,15 +110,41 @@ class LocalModel:
     def resolve_cuts(self, at: Any) -> tuple[str, ...]:
         """Return the addresses of the cuts that a user named, in order; of stages, their own ones for `"auto"`."""
         names = [at] if isinstance(at, str | Cut) or not isinstance(at, Iterable) else list(at)
-        if names and isinstance(names[0], str) and names[0] in (INPUTS, INPUT):
-            return (INPUTS, *(self.resolve_cuts(names[1:]) if names[1:] else ()))
+        if any(map(_is_input, names)):
+            _check_inputs_first(names)
+            return (INPUTS, *(self._resolve_layers(names[1:]) if names[1:] else ()))
+        return self._resolve_layers(names)
+
+    def _resolve_layers(self, names: Sequence[Any]) -> tuple[str, ...]:
+        """Return the addresses of cuts at layers."""
         if self.splitter is not None:
-            return tuple(cut.at for cut in self.splitter.choose(at))
+            cuts = tuple(cut.at for cut in self.splitter.choose(names))
+            named = tuple(cut.at for name in names for cut in self.splitter.choose(name))
+            if named != cuts:
+                raise BadQuery(
+                    f"expected cuts in the order of a run, {', '.join(map(repr, cuts))}, as the servers are, "
+                    f"got {', '.join(map(repr, named))}"
+                )
+            return cuts
         assert self._first is not None
         own = [stage_at for stage_at in (self._first.ends_at, self._last and self._last.begins_at) if stage_at]
         cuts = tuple(own) if names == ["auto"] else tuple(map(str, names))
         self.stages_at(cuts)
         return cuts
+
+
+def _is_input(name: Any) -> bool:
+    """Whether a user names the inputs of the model in place of a cut."""
+    return isinstance(name, str) and name in (INPUTS, INPUT)
+
+
+def _check_inputs_first(names: Sequence[Any]) -> None:
+    """Raise unless the inputs are the first cut, and no other."""
+    places = [place for place, name in enumerate(names) if _is_input(name)]
+    if len(places) > 1:
+        raise BadQuery(f"the cut at {INPUT!r} is named twice")
+    if places[0] > 0:
+        raise BadQuery(f"expected cuts in the order of a run, {INPUT!r} first, got {', '.join(map(repr, names)):.200}")
 
 
 def _check_stateless(state: str | None) -> None:

@@ -235,7 +235,7 @@ class WorkerPool:
                 continue
             try:
                 if request.next_hops:
-                    self._forwarder.check(request)
+                    self._check_forward(request)
                 boundary = self._decode(request)
                 self._served.check_stage(request.stage, boundary)
                 boundary = request.boundary = self._served.complete(boundary, request.stage, self._gate.upgraded)
@@ -258,6 +258,12 @@ class WorkerPool:
         request.timing["decode_s"] = perf_counter() - start
         request.set_boundary(boundary)
         return boundary
+
+    def _check_forward(self, request: QueuedRequest) -> None:
+        """Raise if a request cannot be forwarded, before anything is computed."""
+        if request.has_tensors:
+            raise BadQuery("expected the format BOUNDARY of a request that is forwarded, got TENSORS")
+        self._forwarder.check(request)
 
     def _check(self, request: QueuedRequest) -> None:
         """Raise if a request is late, too large, or names an unknown codec, before anything is computed."""
@@ -395,8 +401,6 @@ class WorkerPool:
             self._resolve(request, reply, batch)
 
         try:
-            if request.has_tensors:
-                raise BadQuery("expected the format BOUNDARY of a request that is forwarded, got TENSORS")
             if not isinstance(output, Boundary):
                 raise BadQuery("expected a stage before the last one, got servers to forward the output to")
             self._forwarder.send(request, output, batch, answer, partial(self._fail, request))
