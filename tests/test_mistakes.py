@@ -100,10 +100,10 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a port alone": (lambda: mt.serve(RESNET, X, listen=7070), "got 7070: did you mean 127.0.0.1:7070?"),
     "a URL": (lambda: mt.connect(RESNET, X, "http://127.0.0.1:1"), "leave out 'http://', as in 127.0.0.1:1"),
-    "a deadline": (lambda: mt.connect(RESNET, X, "127.0.0.1:1", deadline="soon"), "expected a time, such as 15ms"),
+    "a deadline": (lambda: mt.connect(RESNET, X, "127.0.0.1:1", deadline="soon"), "or '500ms', got 'soon'"),
     "a list as a deadline": (
         lambda: mt.connect(RESNET, X, "127.0.0.1:1", deadline=[1]),
-        "expected a deadline of more than 0 seconds, got ",
+        "expected a deadline of more than 0 seconds, such as 0.5 or '500ms', got a list",
     ),
     "limits as text": (
         lambda: profile().diff(profile()).over("macs=5%"),  # type: ignore[arg-type]

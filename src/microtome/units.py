@@ -295,7 +295,7 @@ def parse_seconds(text: float | str) -> float:
     >>> parse_seconds("15ms"), parse_seconds("0.5 s"), parse_seconds(2)
     (0.015, 0.5, 2.0)
     """
-    if isinstance(text, int | float) and 0 <= text < float("inf"):
+    if isinstance(text, int | float) and not isinstance(text, bool) and 0 <= text < float("inf"):
         return float(text)
     match = re.fullmatch(_NUMBER + r"(us|ms|s|min)\s*", str(text))
     if not match:

@@ -289,6 +289,9 @@ def test_a_server_of_a_middle_stage_needs_only_its_weights(data: Path, tmp_path:
         result = call("run", MODEL, "--server", middle.address, "--at", "stem")
         assert result.exit_code == 2
         assert "serves the stage from 'stem' to 'layer1', not the one from 'stem' to '(output)'" in result.output
+        assert re.search(r"cuts +1: stem, up to layer1\n", good("ping", middle.address).output)
+        reply = json.loads(good("ping", middle.address, "--json", "-").stdout)
+        assert (reply["cuts"], reply["any_stage"], reply["ends_at"]) == (["stem"], False, "layer1")
 
 
 @pytest.mark.parametrize(

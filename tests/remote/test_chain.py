@@ -125,6 +125,14 @@ def test_loaded_stages_are_served_and_the_client_has_the_first_and_the_last(tmp_
         connected([first, middle], None, "127.0.0.1:1")
 
 
+def test_a_server_of_one_stage_cannot_find_the_best_cut(resnet: tuple[nn.Module, Tensor]) -> None:
+    with (
+        serving(mt.split(*resnet, at="layer1")[1]) as server,
+        pytest.raises(BadQuery, match=f"expected at= for {server.address}, got 'auto': .*; choose one of 'layer1'"),
+    ):
+        mt.connect(*resnet, server.address)
+
+
 # -- servers that send to each other -----------------------------------------------------------------------------------
 
 
@@ -362,6 +370,21 @@ def test_mistakes_are_explained_before_anything_is_computed(
         connected(model, x, a, "nowhere")
     with pytest.raises(BadQuery, match="forward: expected the address of a server such as host:7070, got 'b'"):
         serving(model, x, forward="b")
+    for wrong in ("soon", -1, 0, True, [1]):
+        for name in ("deadline", "timeout"):
+            with pytest.raises(
+                BadQuery, match=f"expected a {name} of more than 0 seconds, such as 0.5 or '500ms', got"
+            ):
+                connected(model, x, a, b, **{name: wrong})
+    for codec in (5, ["raw"], None):
+        with pytest.raises(BadQuery, match="expected the name of a codec, such as 'zstd', got"):
+            connected(model, x, a, b, codec=codec)
+    first = mt.split(model, x, at=CUTS)[0]
+    with pytest.raises(BadQuery, match=r"expected 1 server for 1 cut, got 2: name every cut, at=\[…\]"):
+        mt.connect(first, None, servers=[a, b])
+    for stages in ([first], mt.split(model, x, at="stem"), "resnet", None):
+        with pytest.raises(BadQuery, match=r"expected a model, or one of its stages such as stages\[1\], got"):
+            serving(stages)
     other, _ = small()
     with torch.no_grad():
         next(other.parameters()).add_(1)

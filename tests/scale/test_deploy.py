@@ -187,7 +187,10 @@ def test_clients_need_the_token_and_a_cut_that_the_stages_have(deployed: Deploye
         deployed.connect("first", token="another")
     with pytest.raises(RemoteError, match="does not serve the cut at 'last.layer'.*it serves '.input.', 'first', 'mid"):
         deployed.connect("last.layer")
-    with pytest.raises(RemoteError, match="only stages of the model are here: connect with at= one of"):
+    with pytest.raises(
+        BadQuery,
+        match="expected at= for .*, got 'auto': it serves stages, and cannot be profiled; choose one of 'first'",
+    ):
         deployed.connect("auto")
 
 

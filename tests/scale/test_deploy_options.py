@@ -57,6 +57,10 @@ def parts(stages: Stages, tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ({"only": ["last"]}, "expected one of the stages 0 from '.input.' to 'first'; 1 from .*; got 'last'"),
         ({"only": [3]}, "expected one of the stages .*; got 3"),
+        ({"only": [True]}, "expected one of the stages .*; got True"),
+        ({"only": 1}, "expected only= with numbers of stages, or the cuts where they begin, got 1"),
+        ({"replica": 2}, "deploy has no option 'replica': did you mean 'replicas'.$"),
+        ({"foo": 1}, "deploy has no option 'foo': expected one of model, inputs, only, replicas, .*, retry$"),
         ({"only": "first"}, "expected only= with numbers of stages, or the cuts where they begin, got 'first'"),
         ({"only": [0, 2]}, "expected stages in a row, got 0, 2"),
         ({"replicas": 0}, "expected a number of 1 or more as replicas, or a list with one for each stage, got 0"),
@@ -86,6 +90,45 @@ def test_an_invalid_option_is_refused(stages: Stages, options: dict[str, Any], m
     for function in (application, deploy):
         with pytest.raises(BadQuery, match=message):
             function(stages, **options)
+
+
+def test_stages_are_named_as_cuts_are(stages: Stages) -> None:
+    from microtome.scale.ray.stage_sources import StageSet
+
+    cut = mt.cuts(stages[0].model, torch.randn(1, 8))["middle"]
+    for only, expected in (
+        (["(input)"], [0]),
+        ([""], [0]),
+        (["first#0"], [1]),
+        ([cut], [2]),
+        ([0, "first", cut], [0, 1, 2]),
+        (range(1, 3), [1, 2]),
+    ):
+        assert list(StageSet(stages).resolve(only)) == expected
+
+
+@pytest.mark.parametrize("name", [5, "", None])
+def test_a_name_of_an_application_that_is_no_name_is_refused(stages: Stages, name: Any) -> None:
+    from microtome.scale.ray import deploy
+
+    with pytest.raises(BadQuery, match="expected a name of the application, such as 'microtome', got"):
+        deploy(stages, name=name)
+
+
+def test_an_application_that_was_stopped_says_so(stages: Stages, monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    from microtome.scale.ray.deployment import ClusterHandle, Deployment
+    from microtome.scale.ray.options import DeployOptions
+    from microtome.scale.ray.serve_application import StageApplication
+
+    monkeypatch.setattr("ray.serve.status", lambda: SimpleNamespace(applications={}))
+    planned = StageApplication(stages, DeployOptions())
+    deployment = Deployment("net", SimpleNamespace(), ClusterHandle([], planned.model, planned.spec, 60.0))  # type: ignore[arg-type]
+    deployment.stop()
+    for call in (lambda: deployment.address, lambda: deployment.handle(torch.randn(1, 8))):
+        with pytest.raises(RemoteError, match="the application 'net' was stopped: deploy it again"):
+            call()
 
 
 def test_a_folder_needs_what_makes_the_model(parts: Path, stages: Stages, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from microtome.addresses import INPUT
 from microtome.endpoints import explain_endpoint
-from microtome.errors import BadQuery, RemoteError
+from microtome.errors import BadQuery, RemoteError, describe_value
 from microtome.remote.autotune import LOSSLESS, Autotuner, autotune, fastest_codec
 from microtome.remote.chain import Chain
 from microtome.remote.client import Remote
@@ -58,7 +58,7 @@ def connect(
     server_name: str | None = None,
     any_torch: bool = False,
     max_reply: int | str | None = None,
-    timeout: float = 10.0,
+    timeout: float | str = 10.0,
     train: Literal[False] = False,
 ) -> Remote: ...
 
@@ -79,7 +79,7 @@ def connect(
     server_name: str | None = None,
     any_torch: bool = False,
     max_reply: int | str | None = None,
-    timeout: float = 10.0,
+    timeout: float | str = 10.0,
     train: Literal[True],
     optimizer: OptimizerOrFactory | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
@@ -104,7 +104,7 @@ def connect(
     server_name: str | None = None,
     any_torch: bool = False,
     max_reply: int | str | None = None,
-    timeout: float = 10.0,
+    timeout: float | str = 10.0,
     train: bool = False,
     optimizer: OptimizerOrFactory | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
@@ -138,7 +138,8 @@ def connect(
         any_torch: Allow another version of torch on the server, whose results may differ in the last bits.
         max_reply: The most bytes of a reply, such as `"256MB"`, if the size of an output depends on values. None: twice
             the size that the example and the inputs suggest, and at least 32 MiB.
-        timeout: Seconds to wait for the server when connecting; with `train=True`, also while it is down later.
+        timeout: The time to wait for the server when connecting, in seconds or such as `"5s"`; with `train=True`, also
+            while it is down later.
         train: Train the head here, and the tail on a server with `optimizer=`; the result is a `RemoteTraining`. There
             is one server, and one cut at a layer. `codec` is lossless; `deadline` and `fallback` are unused.
         optimizer: Of the head: an optimizer, or a function that makes it from a list of parameters. None: you step it.
@@ -164,11 +165,8 @@ def connect(
         raise BadQuery("expected train=True with optimizer= or checkpoint=")
     if fallback not in ("local", None):
         raise BadQuery(f"expected fallback='local' or None, got {fallback!r}")
-    deadline_s = parse_seconds(deadline) if isinstance(deadline, str) else deadline
-    if deadline_s is not None and not (isinstance(deadline_s, int | float) and deadline_s > 0):
-        raise BadQuery(f"expected a deadline of more than 0 seconds, got {deadline!r}")
-    if not isinstance(timeout, int | float) or not timeout > 0:
-        raise BadQuery(f"expected a timeout of more than 0 seconds, got {timeout!r:.80}")
+    deadline_s = None if deadline is None else _parse_time("a deadline", deadline)
+    timeout_s = _parse_time("a timeout", timeout)
     if codec != "auto":
         parse_codec(codec)
     stages = _check_servers(inputs, server, servers)
@@ -177,7 +175,7 @@ def connect(
     if train:
         if len(stages) != 1 or len(stages[0]) != 1 or deadline_s is not None:
             raise BadQuery("expected one server and no deadline with train=True")
-        training = TrainingConnection(optimizer, checkpoint, codec, any_torch, max_bytes, timeout)
+        training = TrainingConnection(optimizer, checkpoint, codec, any_torch, max_bytes, timeout_s)
         return connect_training(model, inputs, stages[0][0], at, security, training)
     cuts, stages, planned = _resolve_plan(at, stages)
     codecs = planned if codec == "auto" else (codec,)
@@ -186,7 +184,7 @@ def connect(
     try:
         local = LocalModel(model, inputs)
         check = partial(handshake, model=local, any_torch=any_torch)
-        for reason in (reason for pool in chain.pools for reason in pool.open(partial(check, timeout=timeout))):
+        for reason in (reason for pool in chain.pools for reason in pool.open(partial(check, timeout=timeout_s))):
             warnings.warn(f"left out until it is back: {reason}", RuntimeWarning, stacklevel=2)
         route = _choose_route(local, chain, cuts, codecs)
         routes = route.routes if isinstance(route, Autotuner) else (route,)
@@ -199,6 +197,17 @@ def connect(
     except BaseException:
         chain.close()
         raise
+
+
+def _parse_time(name: str, time: float | str) -> float:
+    """Parse a time of more than 0."""
+    try:
+        parsed = parse_seconds(time)
+    except BadQuery:
+        parsed = 0.0
+    if not parsed:
+        raise BadQuery(f"expected {name} of more than 0 seconds, such as 0.5 or '500ms', got {describe_value(time)}")
+    return parsed
 
 
 def _check_servers(inputs: Any, server: str | None, servers: Sequence[Servers] | None) -> list[tuple[str, ...]]:
@@ -284,6 +293,8 @@ def _choose_route(local: LocalModel, chain: Chain, at: Any, codecs: tuple[str, .
     connection = chain.pools[0].ready[0]
     splitter = local.splitter if local.is_whole else None
     if splitter is not None and isinstance(at, str) and at == "auto":
+        for server in chain.pools[0].ready:
+            _check_any_stage(server)
         served = set.intersection(*(set(one.hello.cuts) for one in chain.pools[0].ready))
         return autotune(splitter, connection, candidates, [cut for cut in connection.hello.cuts if cut in served])
     first, *later = local.resolve_cuts(at)
@@ -292,6 +303,17 @@ def _choose_route(local: LocalModel, chain: Chain, at: Any, codecs: tuple[str, .
     if codecs or len(candidates) == 1 or splitter is None:
         return route
     return route._replace(codec=fastest_codec(splitter, first, connection, candidates))
+
+
+def _check_any_stage(server: Connection) -> None:
+    """Raise if a server has stages alone, which it cannot profile to find the best cut."""
+    if not server.hello.any_stage:
+        cuts = ", ".join(repr(at or INPUT) for at in server.hello.cuts)
+        advice = advise("at=", "--at")
+        raise BadQuery(
+            f"expected {advice} for {server.address}, got 'auto': it serves stages, and cannot be profiled; choose one "
+            f"of {cuts}"
+        )
 
 
 def _lossless_codecs(chain: Chain) -> tuple[str, ...]:
@@ -305,7 +327,8 @@ def _check_served(chain: Chain, route: Route) -> None:
     cuts, servers = 1 + len(route.later), len(chain.pools)
     if servers not in (cuts, cuts - 1):
         fewer = f", or {cuts - 1} if this device runs the last stage" if cuts > 1 else ""
-        raise BadQuery(f"expected {plural(cuts, 'server')} for {plural(cuts, 'cut')}{fewer}, got {servers}")
+        hint = f": {advise('name every cut, at=[…]', 'name every cut, each with --at')}" if servers > cuts else ""
+        raise BadQuery(f"expected {plural(cuts, 'server')} for {plural(cuts, 'cut')}{fewer}, got {servers}{hint}")
     for hop, pool in enumerate(chain.pools):
         for connection in pool.ready:
             _check_hop(connection.address, connection.hello, route, hop)

@@ -284,6 +284,8 @@ def serve(
         raise BadQuery("expected no concurrency= and no batch= of a server that trains, which answers one client")
     if not isinstance(checkpoint_every, int) or checkpoint_every < 1:
         raise BadQuery(f"expected checkpoint_every of 1 or more steps, got {checkpoint_every!r}")
+    if not isinstance(model, nn.Module | Stage | ExportedStage):
+        raise BadQuery(f"expected a model, or one of its stages such as stages[1], got {describe_value(model)}")
     security = ServerSecurity(tls_cert, tls_key, client_ca, token)
     credentials = security.credentials()  # checks the files, before the model is analyzed, which takes longer
     forwards = ForwardOptions.parse(forward, token=forward_token, ca=forward_ca, cert=forward_cert, key=forward_key)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from microtome import __version__
-from microtome.addresses import INPUT
+from microtome.addresses import INPUT, OUTPUT
 from microtome.cli.interrupts import import_torch
 from microtome.cli.options.connection import check_server, connection_options
 from microtome.cli.options.outputs import Outputs, output_options
@@ -78,6 +78,8 @@ def _ask(server: str, security: Security, timeout: float) -> dict[str, Any]:
         "batch": reply.batch,
         "codecs": list(reply.codecs),
         "cuts": list(reply.cuts),
+        "any_stage": reply.any_stage,
+        "ends_at": reply.ends_at or None,
     }
 
 
@@ -88,7 +90,7 @@ def _text(reply: dict[str, Any]) -> str:
         "round trip": f"{seconds(reply['rtt_s'])} min / {seconds(reply['rtt_median_s'])} median",
         "bandwidth": f"{rate(reply['up_bytes_per_s'])} up / {rate(reply['down_bytes_per_s'])} down",
         "codecs": ", ".join(reply["codecs"]),
-        "cuts": _cuts(reply["cuts"]),
+        "cuts": _cuts(reply),
         "limits": f"max request {size(reply['max_message'])}{_batch(reply['batch'])}",
         "parameters": count(reply["params"]),
         "model": reply["fingerprint"],
@@ -102,8 +104,11 @@ def _text(reply: dict[str, Any]) -> str:
     return "\n".join(map(sanitize_text, text))
 
 
-def _cuts(cuts: list[str]) -> str:
-    return f"{len(cuts)}: {some([at or INPUT for at in cuts], _MAX_CUTS)}"
+def _cuts(reply: dict[str, Any]) -> str:
+    """List the cuts where stages begin and, if they end in one place, where."""
+    cuts = reply["cuts"]
+    ends = "" if reply["any_stage"] else f", up to {reply['ends_at'] or OUTPUT}"
+    return f"{len(cuts)}: {some([at or INPUT for at in cuts], _MAX_CUTS)}{ends}"
 
 
 def _batch(most: int) -> str:

@@ -20,7 +20,7 @@ from microtome.scale.ray.stage_chain import StageChain
 from microtome.split.analysis.structure_spec import SplitSpec
 from microtome.split.boundary.boundary import Boundary
 
-#: Seconds within which all ingresses must have told their address.
+#: Seconds within which all ingresses must have reported their address.
 _ADDRESSES_S = 60.0
 
 
@@ -37,6 +37,7 @@ class ClusterHandle:
         self._chain = StageChain(handles, retry_s)
         self._model = model
         self._spec = spec
+        self._stopped: str | None = None  # the name of the application
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the stages on a boundary of the cut where one begins, or on the inputs of the model.
@@ -48,6 +49,8 @@ class ClusterHandle:
             NoMatch: No stage begins there.
             RemoteError: A stage failed, or no replica can be reached.
         """
+        if self._stopped is not None:
+            raise stopped_error(self._stopped)
         boundary = self._pack(*args, **kwargs)
         check_origin(self._model, boundary.at, boundary.fingerprint, self._model.cuts)
         request = EncodedOutput(np.frombuffer(boundary.to_bytes(), np.uint8))
@@ -57,6 +60,10 @@ class ClusterHandle:
         if self._model.ends_at is not None:
             return output
         return unpack_output(output, self._spec.output, torch.device("cpu"))
+
+    def close(self, name: str) -> None:
+        """Refuse further calls of this handle, since its application was stopped."""
+        self._stopped = name
 
     def _pack(self, *args: Any, **kwargs: Any) -> Boundary:
         if len(args) == 1 and not kwargs and isinstance(args[0], Boundary):
@@ -75,6 +82,11 @@ class ClusterHandle:
         return (
             f"<ClusterHandle of {self._model.name}, from {' or '.join(cut or '(input)' for cut in self._model.cuts)}>"
         )
+
+
+def stopped_error(name: str) -> RemoteError:
+    """Return the error of a call to an application that does not run."""
+    return RemoteError(f"the application {name!r} was stopped: deploy it again", "UNREACHABLE")
 
 
 class Deployment:
@@ -98,7 +110,10 @@ class Deployment:
     @property
     def addresses(self) -> tuple[str, ...]:
         """The addresses of all ingresses: `mt.connect(servers=[addresses])` uses those that are up."""
-        ingresses = serve.status().applications[self.name].deployments[self._ingress.deployment_name]
+        application = serve.status().applications.get(self.name)
+        if application is None:
+            raise stopped_error(self.name)
+        ingresses = application.deployments[self._ingress.deployment_name]
         expected = ingresses.replica_states.get("RUNNING", 0)
         found: set[str] = set()
         deadline = monotonic() + _ADDRESSES_S
@@ -112,6 +127,7 @@ class Deployment:
 
     def stop(self) -> None:
         """Stop the replicas and the ingresses; those answer what they have received."""
+        self.handle.close(self.name)
         if self.name in serve.status().applications:
             serve.delete(self.name)
 

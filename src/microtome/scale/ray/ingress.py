@@ -10,6 +10,7 @@ import ray
 import torch
 from ray.serve.handle import DeploymentHandle
 
+from microtome.addresses import INPUT
 from microtome.errors import BadBoundary, NoMatch, Unsupported
 from microtome.remote.inference_backend import EncodedOutput, check_origin
 from microtome.remote.security import ServerSecurity
@@ -84,7 +85,8 @@ class ReplicaBackend:
 
     def profile(self) -> NoReturn:
         raise Unsupported(
-            f"only stages of the model are here: connect with at= one of {', '.join(map(repr, self.cuts))}"
+            f"replicas have stages of the model alone: connect with at= one of "
+            f"{', '.join(repr(cut or INPUT) for cut in self.cuts)}"
         )
 
     def decode(self, data: bytes | memoryview, limit: int) -> EncodedBoundary:

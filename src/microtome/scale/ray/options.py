@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from typing import Any, NamedTuple, Self
 
 from torch import nn
 
 from microtome.endpoints import explain_endpoint
 from microtome.errors import BadQuery
 from microtome.remote.security import ServerSecurity
+from microtome.results.cuts import Cut
 from microtome.scale.ray.resources import Demand, is_amount
 from microtome.units import plural
 
@@ -57,7 +59,7 @@ class DeployOptions:
 
     model: Callable[[], nn.Module] | None = None
     inputs: Any = None
-    only: Sequence[int | str] | None = None
+    only: Sequence[int | str | Cut] | None = None
     replicas: int | list[int] = 1
     autoscaling: tuple[int, int] | list[tuple[int, int] | None] | None = None
     batch: int = 1
@@ -85,6 +87,16 @@ class DeployOptions:
             raise BadQuery(
                 f"expected ingress_resources as a dict such as {{'edge': 1}}, got {self.ingress_resources!r:.200}"
             )
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any]) -> Self:
+        """Return the options of a call.
+
+        Raises:
+            BadQuery: There is no such option, or it is invalid.
+        """
+        check_names("deploy", options, [option.name for option in fields(cls)])
+        return cls(**options)
 
     @property
     def security(self) -> ServerSecurity:
@@ -123,6 +135,15 @@ class DeployOptions:
     def ingress_demand(self) -> Demand:
         """The resources of the gRPC servers."""
         return Demand("ingresses", dict(self.ingress_resources or {}), self.ingresses, self._has_one_port)
+
+
+def check_names(function: str, options: Iterable[str], known: Sequence[str]) -> None:
+    """Raise if a function has no option of a name."""
+    for name in options:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f": did you mean {near[0]!r}?" if near else f": expected one of {', '.join(known)}"
+            raise BadQuery(f"{function} has no option {name!r}{hint}")
 
 
 class StageOptions(NamedTuple):

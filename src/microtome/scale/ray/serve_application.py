@@ -13,7 +13,7 @@ import torch
 from ray import serve
 from ray.serve.deployment import Application
 
-from microtome.errors import BadQuery, MicrotomeError, Unsupported, describe_error
+from microtome.errors import BadQuery, MicrotomeError, Unsupported, describe_error, describe_value
 from microtome.inputs import Inputs
 from microtome.remote.batching import make_examples
 from microtome.remote.security import is_loopback
@@ -61,7 +61,9 @@ def deploy(stages: Stages | str | Path, *, name: str = "microtome", **options: A
             the nodes, it warns, and waits.
         Unsupported: The stages cannot run in replicas, or a replica does not start.
     """
-    planned = StageApplication(stages, DeployOptions(**options))
+    if not isinstance(name, str) or not name:
+        raise BadQuery(f"expected a name of the application, such as 'microtome', got {describe_value(name)}")
+    planned = StageApplication(stages, DeployOptions.parse(options))
     listen, security = planned.options.listen, planned.options.security
     if not is_loopback(listen) and (risks := security.risks()):
         warnings.warn(f"{listen} can be reached from other machines, and {risks}", RuntimeWarning, stacklevel=2)
@@ -102,7 +104,7 @@ def application(stages: Stages | str | Path, **options: Any) -> Application:
             makes the application.
         options: Those of `deploy`, without `name`.
     """
-    return StageApplication(stages, DeployOptions(**options)).bind()
+    return StageApplication(stages, DeployOptions.parse(options)).bind()
 
 
 class StageApplication:

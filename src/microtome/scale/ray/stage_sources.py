@@ -11,11 +11,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from microtome.addresses import INPUT
 from microtome.engine.selectors import check_model
 from microtome.errors import BadQuery, Unsupported
 from microtome.inputs import Inputs
 from microtome.remote.payloads import INPUTS
 from microtome.remote.stage_ref import StageRef, describe_stage
+from microtome.results.cuts import Cut
 from microtome.split.boundary.boundary import Boundary
 from microtome.split.checkpoint import load_stage, saved_cuts
 from microtome.split.stage import Stage
@@ -116,11 +118,11 @@ class StageSet:
         """Name a stage as requests do, by the cuts where it begins and ends."""
         return StageRef(self.at, index)
 
-    def resolve(self, only: Sequence[int | str] | None) -> range:
+    def resolve(self, only: Sequence[int | str | Cut] | None) -> range:
         """Return the numbers of the stages that a user names, by number or by the cut where they begin."""
         if only is None:
             return range(len(self))
-        if isinstance(only, str) or not only:
+        if not isinstance(only, list | tuple | range) or not only:
             raise BadQuery(f"expected only= with numbers of stages, or the cuts where they begin, got {only!r}")
         numbers = [self._number(one) for one in only]
         chosen = range(min(numbers), max(numbers) + 1)
@@ -128,10 +130,15 @@ class StageSet:
             raise BadQuery(f"expected stages in a row, got {', '.join(map(str, numbers))}")
         return chosen
 
-    def _number(self, one: int | str) -> int:
+    def _number(self, one: int | str | Cut) -> int:
         refs = [self.ref(index) for index in range(len(self))]
+        named = one.at if isinstance(one, Cut) else one
         for index, ref in enumerate(refs):
-            if one == index or (isinstance(one, str) and one in (ref.begins_at, ref.begins_at.removesuffix("#0"))):
+            if isinstance(named, str):
+                is_this = (INPUTS if named == INPUT else named.removesuffix("#0")) == ref.begins_at.removesuffix("#0")
+            else:
+                is_this = named == index and not isinstance(named, bool)
+            if is_this:
                 return index
         known = "; ".join(f"{index} {ref}" for index, ref in enumerate(refs))
         raise BadQuery(f"expected one of the stages {known}; got {one!r}")
