@@ -125,20 +125,19 @@ def profile(
     >>> [(row.address, row.macs) for row in p.top(2, by="macs")]
     [('layer1.0.conv1', 1179648), ('layer1.0.conv2', 1179648)]
     """
-    from microtome.flops.conventions import find_convention  # imported when needed: see `microtome.profile`
-    from microtome.profile.measurement import MeasurementSpec
-    from microtome.profile.passes import PassSchedule
-
-    spec = MeasurementSpec.parse(
-        measure,
-        PassSchedule(repeat, budget_s, warmup, progress),
+    priced_by, spec = parse_options(
+        convention=convention,
+        measure=measure,
         depth=depth,
+        warmup=warmup,
+        repeat=repeat,
+        budget_s=budget_s,
         device_time=device_time,
         energy=energy,
         meter=meter,
+        progress=progress,
         backward=backward,
     )
-    priced_by = find_convention(convention)
     check_model(model)
     if inputs is ...:
         example = example_inputs(unwrap_model(model))
@@ -171,6 +170,32 @@ def profile(
     from microtome.profile.phases import profile_phases
 
     return profile_phases(model, inputs, phases, profile_run, needs_values=spec is not None and spec.needs_runs)
+
+
+def parse_options(
+    *,
+    convention: str,
+    measure: Collection[str],
+    repeat: int,
+    budget_s: float,
+    warmup: int | None,
+    progress: Progress | None,
+    **options: Any,
+) -> tuple[Convention, MeasurementSpec | None]:
+    """Return the definition of a FLOP, and what to measure, from the options of `profile`.
+
+    Args:
+        options: Those that are fields of `MeasurementSpec`.
+
+    Raises:
+        BadQuery: One is invalid.
+    """
+    from microtome.flops.conventions import find_convention  # imported when needed: see `microtome.profile`
+    from microtome.profile.measurement import MeasurementSpec
+    from microtome.profile.passes import PassSchedule
+
+    spec = MeasurementSpec.parse(measure, PassSchedule(repeat, budget_s, warmup, progress), **options)
+    return find_convention(convention), spec
 
 
 def profile_trace(

@@ -32,6 +32,18 @@ class Columns:
     inputs: InputColumns
     id: str | None = None
 
+    def __post_init__(self) -> None:
+        """Check the types; `find` checks that the columns exist."""
+        several = self.inputs.values() if isinstance(self.inputs, Mapping) else self.inputs
+        if isinstance(self.inputs, str) or callable(self.inputs):
+            return
+        is_several = isinstance(self.inputs, list | tuple | Mapping)
+        if not is_several or not self.inputs or not all(isinstance(name, str) for name in several):
+            raise BadQuery(
+                "expected inputs= as the name of a column, a list of names, a dict of arguments and names, or a "
+                f"function of a batch, got {self.inputs!r:.80}"
+            )
+
     @classmethod
     def find(cls, dataset: Any, inputs: InputColumns | None, id: str | None) -> Columns:  # noqa: A002
         """Check that a data set has the columns; by default, the only one without ids is the input."""
@@ -95,13 +107,6 @@ def _to_tensor(column: str, batch: Batch) -> Tensor:
             f"column {column!r} is not a tensor: its dtype is {values.dtype}, or its rows differ in shape; pass a "
             "function of a batch as `inputs`, which returns the inputs of the model"
         ) from error
-
-
-def check_batch_size(**numbers: Any) -> None:
-    """Raise if an option is not a number of at least 1."""
-    for name, number in numbers.items():
-        if not isinstance(number, int) or number < 1:
-            raise BadQuery(f"expected {name} of at least 1, got {number!r}")
 
 
 def keep_columns(names: Collection[str], columns: Columns) -> list[str]:

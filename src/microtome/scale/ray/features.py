@@ -14,7 +14,8 @@ from microtome.capture.targets import Targets
 from microtome.engine import Selector
 from microtome.engine.pytree import named_tensors
 from microtome.errors import BadQuery, Unsupported
-from microtome.scale.ray.columns import Batch, Columns, InputColumns, check_batch_size, keep_columns
+from microtome.scale.ray.arguments import check_counts, check_dataset
+from microtome.scale.ray.columns import Batch, Columns, InputColumns, keep_columns
 from microtome.scale.ray.packages import import_ray
 from microtome.scale.ray.resources import check_room, task_demand
 from microtome.scale.ray.worker import WorkerModel, resolve_on_meta
@@ -51,7 +52,8 @@ def extract(
         num_gpus: The GPUs of a worker.
     """
     ray = import_ray()
-    check_batch_size(batch_size=batch_size, workers=1 if workers is None else workers)
+    check_dataset(ray, dataset)
+    check_counts(batch_size=batch_size, **({} if workers is None else {"workers": workers}))
     columns = Columns.find(dataset, inputs, id)
     Targets(resolve_on_meta(model), at)
     reduction = None if reduce is None else find_reduction(reduce)

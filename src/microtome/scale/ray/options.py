@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from typing import Any, NamedTuple, Self
 
 from torch import nn
@@ -13,6 +12,7 @@ from microtome.endpoints import explain_endpoint
 from microtome.errors import BadQuery
 from microtome.remote.security import ServerSecurity
 from microtome.results.cuts import Cut
+from microtome.scale.ray.arguments import check_names, is_count
 from microtome.scale.ray.resources import Demand, is_amount
 from microtome.units import plural
 
@@ -81,7 +81,7 @@ class DeployOptions:
         if error := explain_endpoint(self.listen, "an address to listen on such as 0.0.0.0:7070"):
             raise BadQuery(error)
         for name, number in (("batch", self.batch), ("ingresses", self.ingresses)):
-            if not _is_count(number):
+            if not is_count(number):
                 raise BadQuery(f"expected {name} of 1 or more, got {number!r:.200}")
         if not _is_resources(self.ingress_resources):
             raise BadQuery(
@@ -109,7 +109,7 @@ class DeployOptions:
             BadQuery: One is not what it should be.
         """
         a_number, resources = "a number of 0 or more", "a dict such as {'edge': 1}, or None"
-        fixed = _per_stage("replicas", self.replicas, count, _is_count, "a number of 1 or more")
+        fixed = _per_stage("replicas", self.replicas, count, is_count, "a number of 1 or more")
         ranges = _per_stage("autoscaling", self.autoscaling, count, _is_range, "a pair such as (1, 4), or None")
         cpus = _per_stage("num_cpus", self.num_cpus, count, is_amount, a_number)
         gpus = _per_stage("num_gpus", self.num_gpus, count, is_amount, a_number)
@@ -135,15 +135,6 @@ class DeployOptions:
     def ingress_demand(self) -> Demand:
         """The resources of the gRPC servers."""
         return Demand("ingresses", dict(self.ingress_resources or {}), self.ingresses, self._has_one_port)
-
-
-def check_names(function: str, options: Iterable[str], known: Sequence[str]) -> None:
-    """Raise if a function has no option of a name."""
-    for name in options:
-        if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f": did you mean {near[0]!r}?" if near else f": expected one of {', '.join(known)}"
-            raise BadQuery(f"{function} has no option {name!r}{hint}")
 
 
 class StageOptions(NamedTuple):
@@ -188,14 +179,10 @@ def _per_stage(name: str, value: Any, count: int, is_valid: Callable[[Any], bool
     return values
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
 def _is_range(value: Any) -> bool:
     if value is None:
         return True
-    is_pair = isinstance(value, tuple) and len(value) == 2 and all(map(_is_count, value))
+    is_pair = isinstance(value, tuple) and len(value) == 2 and all(map(is_count, value))
     return is_pair and value[0] <= value[1]
 
 

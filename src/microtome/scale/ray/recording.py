@@ -17,11 +17,12 @@ from microtome.capture.store.base import Keep
 from microtome.capture.store.parts import PartsFolder, part_name
 from microtome.capture.store.recording import Recording
 from microtome.engine import Selector
-from microtome.errors import BadInputs, BadWeights, MicrotomeError
+from microtome.errors import BadInputs, BadQuery, BadWeights, MicrotomeError, describe_value
 from microtome.files.reading import File
 from microtome.load import load
+from microtome.scale.ray.arguments import check_counts, check_dataset
 from microtome.scale.ray.blocks import DatasetPart, divide, spans_of
-from microtome.scale.ray.columns import Columns, InputColumns, check_batch_size
+from microtome.scale.ray.columns import Columns, InputColumns
 from microtome.scale.ray.packages import import_ray
 from microtome.scale.ray.resources import check_room, count_places, task_demand
 from microtome.scale.ray.worker import PartTotals, RecordSpec, WorkerModel, check_model_spec, record_part
@@ -85,10 +86,14 @@ def record(
             Ray has computed the first block if it did not know the columns otherwise.
     """
     ray = import_ray()
-    check_batch_size(batch_size=batch_size, batches_per_part=batches_per_part)
+    check_dataset(ray, dataset)
+    counts = {} if workers is None else {"workers": workers}
+    check_counts(batch_size=batch_size, batches_per_part=batches_per_part, **counts)
+    if not isinstance(to, str | os.PathLike):
+        raise BadQuery(f"expected the path of a folder as `to`, got {describe_value(to)}")
     columns = Columns.find(dataset, inputs, id)
     options: dict[str, Any] = {"reduce": reduce, "keep": keep, "histogram": histogram}
-    check_model_spec(model, at, options)
+    check_model_spec(model, at, options | {"progress": progress})
     demand = task_demand("tasks that record parts", num_cpus, num_gpus)
     check_room(ray, [demand])
     parts = PartsFolder(Path(to))

@@ -131,15 +131,13 @@ def _record_batches(loaded: _Loaded, rows: Batch, folder: Path) -> tuple[int, ..
 
 def check_model_spec(model: nn.Module | str, at: Any, options: dict[str, Any]) -> None:
     """Raise if the model, the selectors or the options of a recording are invalid, without computing anything."""
-    if not isinstance(model, str):
-        check_model(model)
     ActivationRecorder(resolve_on_meta(model), at, **options)
 
 
 def resolve_on_meta(model: nn.Module | str) -> nn.Module:
     """Return a model, or one of that name without values of its weights if it can be built so."""
     if not isinstance(model, str):
-        return model
+        return check_model(model)
     try:
         return resolve(model, meta=True).model
     except NeedsValues:
