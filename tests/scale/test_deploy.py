@@ -189,7 +189,7 @@ def test_clients_need_the_token_and_a_cut_that_the_stages_have(deployed: Deploye
         deployed.connect("last.layer")
     with pytest.raises(
         BadQuery,
-        match="expected at= for .*, got 'auto': it serves stages, and cannot be profiled; choose one of 'first'",
+        match="expected at= for .*, got 'auto': it serves stages, and cannot be profiled; choose one of '.input.'",
     ):
         deployed.connect("auto")
 
