@@ -231,7 +231,7 @@ def test_the_first_stage_alone_is_enough(server: Server, tmp_path: Path) -> None
     assert [sent.at for sent in mt.load(file).requests] == ["layer1"] * 2
     other = call("run", MODEL, "--server", server.address, *words, "--at", "layer2")
     assert other.exit_code == 2
-    assert "only the stage up to 'layer1' is here" in other.output
+    assert "this client has the stage up to 'layer1' alone" in other.output
 
 
 # -- chains ------------------------------------------------------------------------------------------------------------

@@ -119,7 +119,7 @@ def test_loaded_stages_are_served_and_the_client_has_the_first_and_the_last(tmp_
             connected(first, None, a.address, at="stem")
         with pytest.raises(RemoteError, match="at 'stem'; it serves 'layer1'. Pass the servers in the order of their"):
             connected(model, x, b.address, a.address)
-        with pytest.raises(BadQuery, match="only the stage up to 'stem' and from 'layer1' on is here"):
+        with pytest.raises(BadQuery, match="this client has the stage up to 'stem' and from 'layer1' on alone"):
             connected([first, last], None, a.address, at=["stem", "layer2"])
     with pytest.raises(BadQuery, match="or the first and the last one, got"):
         connected([first, middle], None, "127.0.0.1:1")
@@ -370,19 +370,20 @@ def test_mistakes_are_explained_before_anything_is_computed(
         connected(model, x, a, "nowhere")
     with pytest.raises(BadQuery, match="forward: expected the address of a server such as host:7070, got 'b'"):
         serving(model, x, forward="b")
-    for wrong in ("soon", -1, 0, True, [1]):
+    times: list[Any] = ["soon", -1, 0, True, [1]]
+    for time in times:
         for name in ("deadline", "timeout"):
             with pytest.raises(
                 BadQuery, match=f"expected a {name} of more than 0 seconds, such as 0.5 or '500ms', got"
             ):
-                connected(model, x, a, b, **{name: wrong})
+                connected(model, x, a, b, **{name: time})
     for codec in (5, ["raw"], None):
         with pytest.raises(BadQuery, match="expected the name of a codec, such as 'zstd', got"):
             connected(model, x, a, b, codec=codec)
-    first = mt.split(model, x, at=CUTS)[0]
+    stage = mt.split(model, x, at=CUTS)[0]
     with pytest.raises(BadQuery, match=r"expected 1 server for 1 cut, got 2: name every cut, at=\[…\]"):
-        mt.connect(first, None, servers=[a, b])
-    for stages in ([first], mt.split(model, x, at="stem"), "resnet", None):
+        mt.connect(stage, None, servers=[a, b])
+    for stages in ([stage], mt.split(model, x, at="stem"), "resnet", None):
         with pytest.raises(BadQuery, match=r"expected a model, or one of its stages such as stages\[1\], got"):
             serving(stages)
     other, _ = small()

@@ -185,7 +185,7 @@ def test_any_error_of_forwarding_is_an_answer(
     resnet: tuple[nn.Module, Tensor], stages: Stages, last: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class NoMemory(Message):
-        def encode(self, boundary: Boundary) -> None:
+        def encode(self, boundary: Boundary, codec: str | None = None) -> None:
             raise MemoryError("no memory")
 
     monkeypatch.setattr(forwarding, "Message", NoMemory)
@@ -223,7 +223,7 @@ def test_the_token_and_the_authority_of_the_next_servers_are_checked_at_the_star
         serving(*resnet, forward="127.0.0.1:1", forward_ca=str(tmp_path / "ca.pem"))
     for option in ("token", "ca", "cert", "key"):
         with pytest.raises(BadQuery, match=f"expected forward= with forward_{option}=, got no server to forward to"):
-            serving(*resnet, **{f"forward_{option}": "b"})
+            serving(resnet[0], resnet[1], **{f"forward_{option}": "b"})
     with pytest.raises(BadQuery, match="expected both forward_cert= and forward_key=, got one without the other"):
         serving(*resnet, forward="127.0.0.1:1", forward_cert="b.pem")
     with pytest.raises(BadFile, match="forward_cert=: cannot read"):
@@ -288,7 +288,7 @@ def test_many_small_requests_that_are_forwarded_leave_room_for_the_stages_after_
     monkeypatch.setattr(service, "_WINDOW", 2)
     model, x = resnet
     a, b = ring()
-    cuts = ["stem", "stem.2", "layer1", "layer2"]
+    cuts = ["stem.2", "stem", "layer1", "layer2"]
     options: dict[str, Any] = {"at": cuts, "codec": "raw", "fallback": None, "deadline": 120}
     with ExitStack() as stack:
         clients = [stack.enter_context(mt.connect(model, x, servers=[a, b, a, b], **options)) for _ in range(4)]

@@ -623,7 +623,7 @@ def test_each_side_has_the_weights_of_its_stage_alone(resnet: tuple[nn.Module, T
             for rows in (1, 2, 5):
                 other = torch.randn(rows, 3, 32, 32)
                 assert remote(other).equal(model(other))
-            with pytest.raises(RemoteError, match="only a stage of the model is here"):
+            with pytest.raises(RemoteError, match="it cannot be profiled: the server has one stage of the model"):
                 remote._chain.pools[0].connections[0].call("Profile", protocol.ProfileRequest(), 10)
         with connected(model, x, server, "layer1") as remote:
             assert remote(x).equal(model(x))

@@ -56,7 +56,7 @@ def test_a_server_of_one_stage_is_swept_at_its_cut_without_a_plan() -> None:
     with mt.serve(tail, listen="127.0.0.1:0") as server:
         found = sweep(model, x, server.address, ["layer1", "pool"], repeat=1)
     assert [row.at for row in found] == ["layer1", None]
-    assert "only a stage of the model is here" in found.no_plan
+    assert "the server has one stage of the model" in found.no_plan
     assert found.planned is None
 
 

@@ -96,14 +96,15 @@ def test_stages_are_named_as_cuts_are(stages: Stages) -> None:
     from microtome.scale.ray.stage_sources import StageSet
 
     cut = mt.cuts(stages[0].model, torch.randn(1, 8))["middle"]
-    for only, expected in (
+    names: list[tuple[Any, list[int]]] = [
         (["(input)"], [0]),
         ([""], [0]),
         (["first#0"], [1]),
         ([cut], [2]),
         ([0, "first", cut], [0, 1, 2]),
         (range(1, 3), [1, 2]),
-    ):
+    ]
+    for only, expected in names:
         assert list(StageSet(stages).resolve(only)) == expected
 
 
@@ -124,7 +125,7 @@ def test_an_application_that_was_stopped_says_so(stages: Stages, monkeypatch: py
 
     monkeypatch.setattr("ray.serve.status", lambda: SimpleNamespace(applications={}))
     planned = StageApplication(stages, DeployOptions())
-    deployment = Deployment("net", SimpleNamespace(), ClusterHandle([], planned.model, planned.spec, 60.0))  # type: ignore[arg-type]
+    deployment = Deployment("net", SimpleNamespace(), ClusterHandle([], planned.model, planned.spec, 60.0))
     deployment.stop()
     for call in (lambda: deployment.address, lambda: deployment.handle(torch.randn(1, 8))):
         with pytest.raises(RemoteError, match="the application 'net' was stopped: deploy it again"):
@@ -192,7 +193,7 @@ def test_stages_that_cannot_run_in_replicas_are_refused(tmp_path: Path) -> None:
         deploy(mt.split(nn.Sequential(nn.Linear(4, 4), Counter()).eval(), torch.randn(1, 4), at="0"))
     net, x = make_net(tmp_path / "log")
     with pytest.raises(
-        Unsupported, match="the weights of stage 0 from '.input.' to 'first' are not here, such as 'first"
+        Unsupported, match="the weights of stage 0 from '.input.' to 'first' are not in this process, such as 'first"
     ):
         deploy(mt.split(net, x, at="first", load="tail"))
 

@@ -43,10 +43,10 @@ def test_without_ray_an_error_says_what_to_install(monkeypatch: pytest.MonkeyPat
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 20)), max_size=8), st.integers(1, 12))
 def test_parts_have_each_row_once_in_order_and_are_full(blocks: list[tuple[int, int]], rows: int) -> None:
-    spans = [RowSlice(number, start, start + count) for number, (start, count) in enumerate(blocks)]
-    parts = list(divide(spans, rows))
-    every = [(span.block, row) for span in spans for row in range(span.start, span.stop)]
-    assert [(span.block, row) for part in parts for span in part.spans for row in range(span.start, span.stop)] == every
+    slices = [RowSlice(number, start, start + count) for number, (start, count) in enumerate(blocks)]
+    parts = list(divide(slices, rows))
+    every = [(one.block, row) for one in slices for row in range(one.start, one.stop)]
+    assert [(one.block, row) for part in parts for one in part.slices for row in range(one.start, one.stop)] == every
     assert [len(part) for part in parts[:-1]] == [rows] * (len(parts) - 1)
     assert [(part.number, part.first) for part in parts] == [(at, at * rows) for at in range(len(parts))]
     assert all(len(part) for part in parts)

@@ -39,7 +39,7 @@ class ExportedBackend:
         """Return None: the runtime uses no accelerator."""
 
     def profile(self) -> NoReturn:
-        raise Unsupported("only an exported stage of the model is here")
+        raise Unsupported("the server has one exported stage of the model")
 
     def describe_stage(self) -> str:
         """Name the stage by its cuts."""

@@ -94,8 +94,8 @@ class LocalModel:
         assert self._first is not None
         begin, end = self._first.ends_at, None if self._last is None else self._last.begins_at
         if cuts[0] != begin or (end is not None and (len(cuts) == 1 or cuts[-1] != end)):
-            here = f"up to {begin!r}" if end is None else f"up to {begin!r} and from {end!r} on"
-            raise BadQuery(f"only the stage {here} is here: the model cannot be cut at {', '.join(cuts)!r}")
+            own = f"up to {begin!r}" if end is None else f"up to {begin!r} and from {end!r} on"
+            raise BadQuery(f"this client has the stage {own} alone: the model cannot be cut at {', '.join(cuts)!r}")
         return (self._first, *[None] * (len(cuts) - 1), self._last)
 
     def variants_at(self, at: str) -> StageVariants:

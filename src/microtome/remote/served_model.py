@@ -43,7 +43,7 @@ class ServedModel:
         model: The model.
         fingerprint: The fingerprint of its structure and weights.
         cuts: The addresses of the cuts where its stages may begin.
-        only: The only stage that is here; None: the whole model is.
+        only: The only stage that it has; None: it has the whole model.
     """
 
     training = None
@@ -104,7 +104,7 @@ class ServedModel:
     def profile(self) -> str:
         """Profile the model on this device, as JSON."""
         if self._splitter is None:
-            raise Unsupported("only a stage of the model is here")
+            raise Unsupported("the server has one stage of the model")
         with torch.no_grad():
             return profile(self.model, self._splitter.example, measure="time").to_json()
 

@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError
 
 from microtome import __version__
 from microtome.engine.session import keep_patched
-from microtome.errors import describe_error
+from microtome.errors import MicrotomeError, describe_error
 from microtome.remote import protocol
 from microtome.remote.admission import BytePool, CallLimiter, OpenCall, ReplyBudget, Upload
 from microtome.remote.forwarding import Forwarder, ForwardOptions
@@ -144,9 +144,8 @@ class Service:
         try:
             text = await self._loop.run_in_executor(self._profiler, self._run_profile)
         except Exception as error:
-            await self._reject(
-                call, f"it cannot be profiled: {describe_error(error)}", grpc.StatusCode.FAILED_PRECONDITION
-            )
+            reason = str(error) if isinstance(error, MicrotomeError) else describe_error(error)
+            await self._reject(call, f"it cannot be profiled: {reason}", grpc.StatusCode.FAILED_PRECONDITION)
             raise
         finally:
             call.in_flight -= 1

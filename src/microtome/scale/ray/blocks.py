@@ -38,33 +38,33 @@ class DatasetPart:
 
     number: int
     first: int
-    spans: list[RowSlice] = field(default_factory=list)
+    slices: list[RowSlice] = field(default_factory=list)
 
     def __len__(self) -> int:
-        return sum(map(len, self.spans))
+        return sum(map(len, self.slices))
 
 
-def divide(spans: Iterable[RowSlice], rows: int) -> Iterator[DatasetPart]:
+def divide(slices: Iterable[RowSlice], rows: int) -> Iterator[DatasetPart]:
     """Yield parts of so many rows, the last of which may have less.
 
-    >>> [(part.first, len(part.spans), len(part)) for part in divide([RowSlice("a", 0, 5), RowSlice("b", 2, 4)], 3)]
+    >>> [(part.first, len(part.slices), len(part)) for part in divide([RowSlice("a", 0, 5), RowSlice("b", 2, 4)], 3)]
     [(0, 1, 3), (3, 2, 3), (6, 1, 1)]
     """
     part = DatasetPart(0, 0)
-    for span in spans:
-        start = span.start
-        while start < span.stop:
-            stop = min(span.stop, start + rows - len(part))
-            part.spans.append(RowSlice(span.block, start, stop))
+    for row_slice in slices:
+        start = row_slice.start
+        while start < row_slice.stop:
+            stop = min(row_slice.stop, start + rows - len(part))
+            part.slices.append(RowSlice(row_slice.block, start, stop))
             start = stop
             if len(part) == rows:
                 yield part
                 part = DatasetPart(part.number + 1, part.first + rows)
-    if part.spans:
+    if part.slices:
         yield part
 
 
-def spans_of(dataset: Any) -> Iterator[RowSlice]:
+def row_slices(dataset: Any) -> Iterator[RowSlice]:
     """Execute a data set and yield its blocks in order, as they are computed."""
     options = dataset.context.execution_options
     before, options.preserve_order = options.preserve_order, True

@@ -34,11 +34,10 @@ class Columns:
 
     def __post_init__(self) -> None:
         """Check the types; `find` checks that the columns exist."""
-        several = self.inputs.values() if isinstance(self.inputs, Mapping) else self.inputs
         if isinstance(self.inputs, str) or callable(self.inputs):
             return
         is_several = isinstance(self.inputs, list | tuple | Mapping)
-        if not is_several or not self.inputs or not all(isinstance(name, str) for name in several):
+        if not is_several or not self.inputs or not all(isinstance(name, str) for name in self.names):
             raise BadQuery(
                 "expected inputs= as the name of a column, a list of names, a dict of arguments and names, or a "
                 f"function of a batch, got {self.inputs!r:.80}"

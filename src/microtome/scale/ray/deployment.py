@@ -115,15 +115,15 @@ class Deployment:
             raise stopped_error(self.name)
         ingresses = application.deployments[self._ingress.deployment_name]
         expected = ingresses.replica_states.get("RUNNING", 0)
-        found: set[str] = set()
+        addresses: set[str] = set()
         deadline = monotonic() + _ADDRESSES_S
-        while len(found) < expected and monotonic() < deadline:  # any of them answers a call
-            found.add(self._ingress.address.remote().result())
-        if not found:
+        while len(addresses) < expected and monotonic() < deadline:  # any of them answers a call
+            addresses.add(self._ingress.address.remote().result())
+        if not addresses:
             raise RemoteError(
                 f"the application {self.name!r} has no running ingress: see `serve status`", "UNREACHABLE"
             )
-        return tuple(sorted(found))
+        return tuple(sorted(addresses))
 
     def stop(self) -> None:
         """Stop the replicas and the ingresses; those answer what they have received."""

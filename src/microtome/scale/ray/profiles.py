@@ -77,7 +77,8 @@ def _name_models(
     if isinstance(models, str):
         raise BadQuery(f"expected several names of models, got {models!r}: put it in a list")
     if not isinstance(models, Mapping):
-        names = list(models) if isinstance(models, Iterable) and not isinstance(models, nn.Module) else [models]
+        is_several = isinstance(models, Iterable) and not isinstance(models, nn.Module)
+        names: list[str] = list(models) if is_several else [models]  # type: ignore[list-item]  # refused below
         if wrong := [name for name in names if not isinstance(name, str)]:
             raise BadQuery(
                 "expected names of models, such as 'torchvision:resnet50', or a dict of names and (module, inputs), "
@@ -149,12 +150,12 @@ def profile_one(
             model = model.to("cuda")
             inputs = Inputs.of(inputs, model).to("cuda")
         with torch.set_grad_enabled(bool(options.get("backward"))):
-            found = profile_model(model, inputs, **options)
-        if not isinstance(found, Profile):
+            result = profile_model(model, inputs, **options)
+        if not isinstance(result, Profile):
             raise BadQuery(f"expected inputs of {name!r}, got none: pass (model, inputs)")
     except Exception as error:  # noqa: BLE001  one model must not end the others
         return ProfiledModel(name, None, failure_of(error), node)
-    return ProfiledModel(name, found, None, node)
+    return ProfiledModel(name, result, None, node)
 
 
 def failure_of(error: Exception) -> ProfileFailure:

@@ -21,7 +21,7 @@ from microtome.errors import BadInputs, BadQuery, BadWeights, MicrotomeError, de
 from microtome.files.reading import File
 from microtome.load import load
 from microtome.scale.ray.arguments import check_counts, check_dataset
-from microtome.scale.ray.blocks import DatasetPart, divide, spans_of
+from microtome.scale.ray.blocks import DatasetPart, divide, row_slices
 from microtome.scale.ray.columns import Columns, InputColumns
 from microtome.scale.ray.packages import import_ray
 from microtome.scale.ray.resources import check_room, count_places, task_demand
@@ -102,7 +102,7 @@ def record(
         spec = RecordSpec(on_worker, at, columns, batch_size, os.path.abspath(to), options)
         task = ray.remote(record_part).options(num_cpus=num_cpus, num_gpus=num_gpus, max_retries=MAX_RETRIES)
         run = _PartsRun(ray, task, spec, workers or count_places(ray, demand), progress)
-        names = run.record(divide(spans_of(dataset), batch_size * batches_per_part))
+        names = run.record(divide(row_slices(dataset), batch_size * batches_per_part))
         parts.publish(names)
     except BaseException:
         parts.discard()
@@ -149,8 +149,8 @@ class _PartsRun:
         return [part_name(self._key, number) for number in range(count)]
 
     def _submit(self, part: DatasetPart) -> None:
-        ranges = [(span.start, span.stop) for span in part.spans]
-        blocks = [span.block for span in part.spans]
+        ranges = [(rows.start, rows.stop) for rows in part.slices]
+        blocks = [rows.block for rows in part.slices]
         name = part_name(self._key, part.number)
         self._pending[self._task.remote(name, part.first, ranges, [self._spec_ref], *blocks)] = part
 

@@ -27,13 +27,13 @@ class Demand(NamedTuple):
     Attributes:
         name: What they are, in the plural.
         resources: What each of them reserves.
-        count: Their number.
+        number: How many of them there are.
         one_per_node: Whether two of them cannot be on one node.
     """
 
     name: str
     resources: Resources
-    count: int = 1
+    number: int = 1
     one_per_node: bool = False
 
     def places(self, node: Resources) -> float:
@@ -109,14 +109,14 @@ def check_totals(demands: Iterable[Demand], nodes: Sequence[Resources]) -> None:
                 f"expected a node with {_describe(demand)} for each of the {demand.name}, got nodes with at most "
                 f"{most}: start another node first, or ask for less"
             )
-        if sum(places) < demand.count:
+        if sum(places) < demand.number:
             alone = ", each on a node of its own since they share a port" if demand.one_per_node else ""
             raise BadQuery(
-                f"expected nodes with room for {demand.count} {demand.name}{alone}, got room for {sum(places)} on "
+                f"expected nodes with room for {demand.number} {demand.name}{alone}, got room for {sum(places)} on "
                 f"{plural(len(nodes), 'node')}: start more nodes first, or ask for fewer {demand.name} or less for each"
             )
         for name, amount in demand.resources.items():
-            needed[name] += amount * demand.count  # type: ignore[assignment]  # counters also count fractions
+            needed[name] += amount * demand.number  # type: ignore[assignment]  # counters also count fractions
     for name, amount in needed.items():
         total = sum(node.get(name, 0.0) for node in nodes)
         if amount > total + _ROUNDING:
@@ -131,7 +131,7 @@ def find_waiting(demands: Iterable[Demand], free: Iterable[Resources]) -> Demand
     left = [dict(node) for node in free]
     for demand in sorted(demands, key=lambda demand: -sum(demand.resources.values())):
         used = set[int]()
-        for _ in range(demand.count if any(demand.resources.values()) or demand.one_per_node else 0):
+        for _ in range(demand.number if any(demand.resources.values()) or demand.one_per_node else 0):
             place = next(
                 (number for number, node in enumerate(left) if number not in used and demand.places(node)), None
             )

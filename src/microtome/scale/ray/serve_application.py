@@ -63,8 +63,8 @@ def deploy(stages: Stages | str | Path, *, name: str = "microtome", **options: A
     """
     if not isinstance(name, str) or not name:
         raise BadQuery(f"expected a name of the application, such as 'microtome', got {describe_value(name)}")
-    planned = StageApplication(stages, DeployOptions.parse(options))
-    listen, security = planned.options.listen, planned.options.security
+    app = StageApplication(stages, DeployOptions.parse(options))
+    listen, security = app.options.listen, app.options.security
     if not is_loopback(listen) and (risks := security.risks()):
         warnings.warn(f"{listen} can be reached from other machines, and {risks}", RuntimeWarning, stacklevel=2)
     if not ray.is_initialized():
@@ -72,19 +72,25 @@ def deploy(stages: Stages | str | Path, *, name: str = "microtome", **options: A
     serve.start(proxy_location="Disabled")  # a no-op if Ray Serve runs
     if name in serve.status().applications:
         raise BadQuery(f"an application named {name!r} runs already: stop it, or pass another name")
-    check_room(ray, planned.demands())
+    check_room(ray, app.demands())
     try:
-        serve.run(planned.bind(), name=name, route_prefix=None)
-    except BaseException as error:
+        serve.run(app.bind(), name=name, route_prefix=None)
+    except RuntimeError as error:
         reason = _find_reason(name) or describe_error(error)
-        if name in serve.status().applications:
-            serve.delete(name)
-        if isinstance(error, RuntimeError):
-            raise Unsupported(f"{name!r} did not start: {reason}") from error
+        _delete(name)
+        raise Unsupported(f"{name!r} did not start: {reason}") from error
+    except BaseException:
+        _delete(name)
         raise
-    handles = [serve.get_deployment_handle(_STAGE.format(index), name) for index in planned.chosen]
-    handle = ClusterHandle(handles, planned.model, planned.spec, planned.retry_s)
+    handles = [serve.get_deployment_handle(_STAGE.format(index), name) for index in app.indices]
+    handle = ClusterHandle(handles, app.model, app.spec, app.retry_s)
     return Deployment(name, serve.get_deployment_handle(_INGRESS, name), handle)
+
+
+def _delete(name: str) -> None:
+    """Delete an application if it exists."""
+    if name in serve.status().applications:
+        serve.delete(name)
 
 
 def _find_reason(name: str) -> str | None:
@@ -92,8 +98,8 @@ def _find_reason(name: str) -> str | None:
     application = serve.status().applications.get(name)
     deployments = {} if application is None else application.deployments
     text = "\n".join(deployment.message for deployment in deployments.values())
-    found = _OWN_ERROR.findall(text) or _ANY_ERROR.findall(text)
-    return found[-1] if found else None
+    errors = _OWN_ERROR.findall(text) or _ANY_ERROR.findall(text)
+    return errors[-1] if errors else None
 
 
 def application(stages: Stages | str | Path, **options: Any) -> Application:
@@ -111,7 +117,7 @@ class StageApplication:
     """An application of Ray Serve that is checked, and has not started.
 
     Attributes:
-        chosen: The numbers of the stages that it has.
+        indices: The numbers of the stages that it has.
         resources: The resources of each of them.
         model: What it tells clients.
         spec: The structures of the model's inputs and output.
@@ -120,42 +126,42 @@ class StageApplication:
     def __init__(self, stages: Stages | str | Path, options: DeployOptions) -> None:
         self.options = options
         self._stages = StageSet(stages, options.model, options.inputs)
-        self.chosen = self._stages.resolve(options.only)
-        self.resources = options.of_stages(len(self.chosen))
+        self.indices = self._stages.resolve(options.only)
+        self.resources = options.of_stages(len(self.indices))
         self.retry_s, self._window_s = parse_seconds(options.retry), parse_seconds(options.batch_window)
         options.security.credentials()  # checks the files
         self._limits = self._make_limits()
         self._check_batch()
-        for index in self.chosen if isinstance(stages, Stages) else self.chosen[:1]:
+        for index in self.indices if isinstance(stages, Stages) else self.indices[:1]:
             self._stages.check(index)
-        first = self._stages[self.chosen[0]]
+        first = self._stages[self.indices[0]]
         self.spec = first.spec
         self.model = DeployedModel(
             name=type(first.model).__name__,
             params=sum(parameter.numel() for parameter in first.model.parameters()),
             fingerprint=first.fingerprint,
-            cuts=tuple(self._stages.ref(index).begins_at for index in self.chosen),
-            ends_at=self._stages.ref(self.chosen[-1]).ends_at,
+            cuts=tuple(self._stages.ref(index).begins_at for index in self.indices),
+            ends_at=self._stages.ref(self.indices[-1]).ends_at,
             device_name=self.resources[-1].device,
         )
-        self._examples = self._make_examples(self.chosen[-1]) if options.batch > 1 else None
+        self._examples = self._make_examples(self.indices[-1]) if options.batch > 1 else None
 
     def bind(self) -> Application:
         """Return the application, with the weights in the object store or in a folder."""
-        sources = self._stages.sources(self.chosen)
-        placed = [ray.put(source) if isinstance(source, PackedStage) else source for source in sources]
+        sources = self._stages.sources(self.indices)
+        references = [ray.put(source) if isinstance(source, PackedStage) else source for source in sources]
         handles = []
-        for index, source, resources in zip(self.chosen, placed, self.resources, strict=True):
-            chosen = resources.for_serve(_STAGE.format(index), self.options.batch)
+        for index, source, resources in zip(self.indices, references, self.resources, strict=True):
+            options = resources.for_serve(_STAGE.format(index), self.options.batch)
             replica = self._replica_options(index, resources.device)
-            handles.append(serve.deployment(StageReplica).options(**chosen).bind(source, replica))
+            handles.append(serve.deployment(StageReplica).options(**options).bind(source, replica))
         ingress = IngressOptions(self.options.listen, self.options.security, self._limits, self.retry_s)
         deployment = serve.deployment(Ingress).options(**self.options.ingress_for_serve(_INGRESS))
         return deployment.bind(self.model, ingress, *handles)
 
     def demands(self) -> list[Demand]:
         """Return the resources of all processes of the application."""
-        stages = [stage.demand(index) for index, stage in zip(self.chosen, self.resources, strict=True)]
+        stages = [stage.demand(index) for index, stage in zip(self.indices, self.resources, strict=True)]
         return [*stages, self.options.ingress_demand]
 
     def _check_batch(self) -> None:
@@ -163,7 +169,7 @@ class StageApplication:
         if self.options.batch == 1:
             return
         last = len(self._stages) - 1
-        if self.chosen[-1] != last:
+        if self.indices[-1] != last:
             raise BadQuery(
                 f"expected the last stage of the model, {last} {self._stages.ref(last)}, among the deployed ones for "
                 f"batch={self.options.batch}: other stages compute one request after the other. Deploy it, too, or "
@@ -179,7 +185,7 @@ class StageApplication:
         return Limits(max_bytes, most, self.options.batch, self._window_s, SessionLimits(0))
 
     def _replica_options(self, index: int, device: str) -> ReplicaOptions:
-        examples = self._examples if index == self.chosen[-1] else None
+        examples = self._examples if index == self.indices[-1] else None
         return ReplicaOptions(
             self._stages.ref(index),
             self.model.fingerprint,

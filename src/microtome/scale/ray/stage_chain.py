@@ -1,4 +1,4 @@
-"""Call the replicas of consecutive stages, and call again what a replica or a node took with it."""
+"""Call the replicas of consecutive stages, and retry requests that were lost with a replica or a node."""
 
 from __future__ import annotations
 

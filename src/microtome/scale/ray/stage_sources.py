@@ -86,7 +86,7 @@ class StageSet:
         self._stages = stages if isinstance(stages, Stages) else None
         self._folder = "" if isinstance(stages, Stages) else str(stages)
         self._model = model
-        self._loaded: dict[int, Stage] = {}
+        self._stage_cache: dict[int, Stage] = {}
         self.example: Inputs | None = None
         if self._stages is not None:
             if model is not None or inputs is not None:
@@ -110,9 +110,9 @@ class StageSet:
         if self._stages is not None:
             return self._stages[index]
         assert self._model is not None
-        if index not in self._loaded:
-            self._loaded[index] = load_stage(self._model, self._folder, index)
-        return self._loaded[index]
+        if index not in self._stage_cache:
+            self._stage_cache[index] = load_stage(self._model, self._folder, index)
+        return self._stage_cache[index]
 
     def ref(self, index: int) -> StageRef:
         """Name a stage as requests do, by the cuts where it begins and ends."""
@@ -125,10 +125,10 @@ class StageSet:
         if not isinstance(only, list | tuple | range) or not only:
             raise BadQuery(f"expected only= with numbers of stages, or the cuts where they begin, got {only!r}")
         numbers = [self._number(one) for one in only]
-        chosen = range(min(numbers), max(numbers) + 1)
-        if sorted(numbers) != list(chosen):
+        indices = range(min(numbers), max(numbers) + 1)
+        if sorted(numbers) != list(indices):
             raise BadQuery(f"expected stages in a row, got {', '.join(map(str, numbers))}")
-        return chosen
+        return indices
 
     def _number(self, one: int | str | Cut) -> int:
         refs = [self.ref(index) for index in range(len(self))]
@@ -159,16 +159,16 @@ class StageSet:
         if missing:
             where = describe_stage(stage.begins_at or INPUTS, stage.ends_at)
             raise Unsupported(
-                f"the weights of stage {index} {where} are not here, such as {missing[0]!r}: split without load=, or "
-                "deploy the folder of Stages.save"
+                f"the weights of stage {index} {where} are not in this process, such as {missing[0]!r}: split "
+                "without load=, or deploy the folder of Stages.save"
             )
 
-    def sources(self, chosen: range) -> list[StageSource]:
+    def sources(self, indices: range) -> list[StageSource]:
         """Return the sources of some stages."""
         if self._stages is None:
             assert self._model is not None
-            return [FolderStage(self._model, self._folder, index) for index in chosen]
-        return [self._pack(index) for index in chosen]
+            return [FolderStage(self._model, self._folder, index) for index in indices]
+        return [self._pack(index) for index in indices]
 
     def _pack(self, index: int) -> PackedStage:
         assert self._stages is not None

@@ -74,7 +74,7 @@ class PartTotals:
     weights: str
 
 
-class _Loaded:
+class _WorkerState:
     """The model of a recording in this process, and the fingerprint of its weights."""
 
     def __init__(self, spec: RecordSpec) -> None:
@@ -83,18 +83,18 @@ class _Loaded:
         self.weights = weights_fingerprint(self.model)
 
 
-#: The last model that this process has loaded, by the id of its specification: tasks reuse processes.
-_loaded: dict[str, _Loaded] = {}
+#: The state of the last recording in this process, by the id of its specification: tasks reuse processes.
+_states: dict[str, _WorkerState] = {}
 
 
-def _load(spec_ref: Any) -> _Loaded:
+def _load_state(spec_ref: Any) -> _WorkerState:
     import ray
 
     key = spec_ref.hex()
-    if key not in _loaded:
-        _loaded.clear()
-        _loaded[key] = _Loaded(ray.get(spec_ref))
-    return _loaded[key]
+    if key not in _states:
+        _states.clear()
+        _states[key] = _WorkerState(ray.get(spec_ref))
+    return _states[key]
 
 
 def record_part(name: str, first: int, ranges: list[tuple[int, int]], spec_refs: list[Any], *blocks: Any) -> PartTotals:
@@ -105,26 +105,26 @@ def record_part(name: str, first: int, ranges: list[tuple[int, int]], spec_refs:
         ranges: The rows of each block.
         spec_refs: The reference of the `RecordSpec`, in a list, so that Ray passes it as it is.
     """
-    loaded = _load(spec_refs[0])
-    rows = read_rows(blocks, ranges, loaded.spec.columns.needed)
+    state = _load_state(spec_refs[0])
+    rows = read_rows(blocks, ranges, state.spec.columns.needed)
 
     def write(folder: Path) -> None:
-        sizes = _record_batches(loaded, rows, folder)
-        RowRange(first, sizes, loaded.weights, loaded.spec.columns.ids_of(rows)).write(folder)
+        sizes = _record_batches(state, rows, folder)
+        RowRange(first, sizes, state.weights, state.spec.columns.ids_of(rows)).write(folder)
 
-    folder = write_part(Path(loaded.spec.folder), name, write)
+    folder = write_part(Path(state.spec.folder), name, write)
     with open_folder(folder) as recording:
         assert recording.rows is not None, "written by this function"
         return PartTotals(len(recording.rows.sizes), recording.count, recording.nbytes, recording.rows.weights)
 
 
-def _record_batches(loaded: _Loaded, rows: Batch, folder: Path) -> tuple[int, ...]:
+def _record_batches(state: _WorkerState, rows: Batch, folder: Path) -> tuple[int, ...]:
     """Run the model on each batch; return the numbers of their rows."""
-    spec, sizes = loaded.spec, []
+    spec, sizes = state.spec, []
     torch.set_num_threads(spec.model.threads)
-    with ActivationRecorder(loaded.model, spec.at, to=folder, **spec.options), torch.no_grad():
+    with ActivationRecorder(state.model, spec.at, to=folder, **spec.options), torch.no_grad():
         for batch in split_batches(rows, spec.batch_size):
-            spec.columns.inputs_of(batch, spec.model.device).run(loaded.model)
+            spec.columns.inputs_of(batch, spec.model.device).run(state.model)
             sizes.append(len(next(iter(batch.values()))))
     return tuple(sizes)
 
