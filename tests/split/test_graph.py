@@ -253,7 +253,7 @@ def test_a_graph_that_does_not_compute_one_row_takes_two_or_more() -> None:
     head, tail = mt.split(model, torch.randn(2, 4), at="first")
     graph = tail.graph()
     assert (graph.meta["shapes"], graph.meta["conditions"]) == ("first[s0, 4]", ["s0 >= 2"])
-    assert graph.meta["not_one"]["x[0]"].startswith(
+    assert graph.meta["excluded_ones"]["x[0]"].startswith(
         "the graph of stage 1, for x[0] of 1, returns outputs['output'] that differ"
     )
     with pytest.raises(RuntimeError, match=r"expected sizes with s0 >= 2 in first\[s0, 4\]"):
@@ -290,7 +290,7 @@ def test_a_size_that_the_model_refuses_is_refused_by_the_graph() -> None:
     graph = head.graph()
     assert graph.meta["conditions"] == ["s0 >= 2"]
     reason = "the stage does not run for x[0] of 1: ValueError: expected more than one row"
-    assert graph.meta["not_one"] == {"x[0]": reason}
+    assert graph.meta["excluded_ones"] == {"x[0]": reason}
 
 
 class LongOrShort(Tiny):
@@ -381,6 +381,26 @@ def test_stages_that_train_are_refused_with_the_reason(tmp_path: Path) -> None:
     head, _ = mt.split(normalized, torch.randn(3, 4), at="1")
     with pytest.raises(Unsupported, match="in training mode writes to the buffer '1.running_mean' .* after model.eval"):
         head.graph()
+
+
+def test_a_stage_that_draws_random_numbers_is_refused_with_the_operator(tmp_path: Path) -> None:
+    class Noisy(Tiny):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x)
+            output: Tensor = self.second(y + torch.randn_like(y))
+            return output
+
+    x = torch.randn(3, 4)
+    dropout = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Dropout()).train()
+    for model, at, operator in (
+        (Noisy().eval(), "first", "aten.randn_like"),
+        (dropout, "0", "aten.*dropout|bernoulli"),
+    ):
+        head, tail = mt.split(model, x, at=at)
+        for use in (tail.graph, tail.compile, lambda tail=tail: tail.export(tmp_path / "tail.pt2")):
+            with pytest.raises(Unsupported, match=rf"stage 1 draws random numbers \(.*({operator}).*\), and cannot"):
+                use()
+        assert head.graph()(x)  # its numbers are those of the stage
 
 
 def test_shapes_that_do_not_fit_each_other_are_named() -> None:

@@ -103,14 +103,18 @@ def insert_checks(graph: fx.GraphModule, shapes: ShapeCheck, first: int = 0) -> 
     """
     placeholders = graph.graph.find_nodes(op="placeholder")
     with graph.graph.inserting_before(next(node for node in graph.graph.nodes if node.op != "placeholder")):
+        tracer = fx.proxy.GraphAppendingTracer(graph.graph)
         sizes = {
-            symbol: fx.Proxy(graph.graph.call_function(_aten.sym_size.int, (placeholders[tensor], dim)))
+            symbol: fx.Proxy(graph.graph.call_function(_aten.sym_size.int, (placeholders[tensor], dim)), tracer)
             for symbol, (tensor, dim) in shapes.positions().items()
         }
         for condition, text in list(zip(shapes.conditions, shapes.spell_conditions(), strict=True))[first:]:
             met = interpret_sizes(condition, sizes)
             message = f"expected sizes with {text} in {shapes.describe()}"
             graph.graph.call_function(_aten._assert_scalar.default, (met.node, message))
+        for size in () if first else sizes.values():
+            message = f"expected sizes of 1 or more in {shapes.describe()}"
+            graph.graph.call_function(_aten._assert_scalar.default, ((size >= 1).node, message))
     graph.recompile()
 
 

@@ -32,6 +32,9 @@ class SymbolicShapes:
     Args:
         dynamic: By the id of a tensor, the dimensions whose sizes are symbols.
         device: The device of what stands for tensors on meta; None: they stay there.
+
+    Attributes:
+        example: The sizes that the symbols stand for.
     """
 
     def __init__(self, dynamic: Mapping[int, Collection[int]], device: torch.device | None) -> None:
@@ -41,6 +44,7 @@ class SymbolicShapes:
         self._dynamic = dynamic
         self._device = device
         self._sizes: dict[int, list[Any]] = {}
+        self.example: dict[Any, int] = {}
         mode_type = fake_tensor_types()[1]
         self.mode = mode_type(allow_non_fake_inputs=True, shape_env=self.env, static_shapes=True)
 
@@ -57,11 +61,24 @@ class SymbolicShapes:
         context: Any = StatelessSymbolicContext(sizes)
         fake = self.mode.from_tensor(tensor, static_shapes=False, symbolic_context=context)
         self._sizes[id(tensor)] = [getattr(getattr(size, "node", None), "expr", size) for size in fake.shape]
+        self.example.update(zip(self._sizes[id(tensor)], tensor.shape, strict=True))
         return fake
 
-    def conditions(self) -> list[Any]:
-        """The conditions on the symbols under which the run makes the same operators, as expressions of sympy."""
-        return [guard.expr for guard in self.env.guards if not _is_about_layout(guard)]
+    @property
+    def num_guards(self) -> int:
+        """The number of conditions so far, with those on layouts."""
+        return len(self.env.guards)
+
+    def conditions(self, without: Iterable[range] = ()) -> list[Any]:
+        """The conditions on the symbols under which the run makes the same operators, as expressions of sympy.
+
+        Args:
+            without: Of which numbers of guards there are none.
+        """
+        skipped = {index for one in without for index in one}
+        guards = [guard for index, guard in enumerate(self.env.guards) if index not in skipped]
+        found = (self.env.simplify(guard.expr) for guard in guards if not _is_about_layout(guard))
+        return [expression for expression in found if expression.free_symbols]
 
     def fixed_dims(self, tensor: Tensor) -> dict[int, str]:
         """The dimensions of a tensor whose sizes were to be symbols, and that the run fixes; with the reason."""
@@ -106,17 +123,16 @@ class ShapeCheck:
     Args:
         names: The names of the tensors, for errors.
         shapes: Their sizes: ints, and expressions of symbols.
-        conditions: On the symbols.
+        conditions: On the symbols that are the size of a dimension.
     """
 
     def __init__(self, names: Sequence[str], shapes: Sequence[Sequence[Any]], conditions: Iterable[Any]) -> None:
         self.names = tuple(names)
         self.shapes = tuple(map(tuple, shapes))
-        symbols = {size for shape in self.shapes for size in shape if getattr(size, "is_Symbol", False)}
-        self.conditions = tuple(one for one in conditions if one.free_symbols <= symbols)
-        self._symbols = symbols
+        self.conditions = tuple(conditions)
+        self._symbols = {size for shape in self.shapes for size in shape if getattr(size, "is_Symbol", False)}
         every = (symbol for shape in self.shapes for size in shape for symbol in _symbols_of(size))
-        self._names = {symbol: f"s{index}" for index, symbol in enumerate(dict.fromkeys(every))}
+        self._named = {symbol: _positive(f"s{index}") for index, symbol in enumerate(dict.fromkeys(every))}
         self._accepted: set[tuple[tuple[int, ...], ...]] = set()
 
     def find_mismatch(self, tensors: Sequence[Tensor]) -> str | None:
@@ -139,11 +155,10 @@ class ShapeCheck:
                     return f"expected {self.describe()}, got {_format(name, got)}"
         for name, expected, got in zip(self.names, self.shapes, shapes, strict=True):
             for size, number in zip(expected, got, strict=True):
-                known = size if isinstance(size, int) else size.subs(values)
-                # A size that other symbols determine must only be the same everywhere.
-                known = known if isinstance(known, int) or known.is_number else values.setdefault(size, number)
-                if int(known) != number:
+                if int(size if isinstance(size, int) else size.subs(values)) != number:
                     return f"expected {self.describe()}, got {_format(name, got)}"
+                if number == 0 and size != 0:
+                    return f"expected sizes of 1 or more in {self.describe()}, got {_format(name, got)}"
         for condition in self.conditions:
             if not bool(condition.subs(values)):
                 other = _format_all(self.names, shapes)
@@ -168,11 +183,6 @@ class ShapeCheck:
         """The shapes as text, such as `x[s0, 3, s1, s1]`."""
         return _format_all(self.names, self.spelled)
 
-    @property
-    def symbols(self) -> list[Any]:
-        """The symbols that are the size of a dimension, in the order of their names."""
-        return [symbol for symbol in self._names if symbol in self._symbols]
-
     def dims_of(self, symbol: Any) -> list[str]:
         """The dimensions with a symbol as their size, such as `x[0]`."""
         return [
@@ -183,12 +193,11 @@ class ShapeCheck:
         ]
 
     def positions(self) -> dict[Any, tuple[int, int]]:
-        """The index of a tensor, and the dimension, where each symbol in a condition is the size."""
-        used = {symbol for condition in self.conditions for symbol in condition.free_symbols}
+        """The index of a tensor, and the dimension, where each symbol is the size."""
         found: dict[Any, tuple[int, int]] = {}
         for index, shape in enumerate(self.shapes):
             for dim, size in enumerate(shape):
-                if size in used:
+                if size in self._symbols:
                     found.setdefault(size, (index, dim))
         return found
 
@@ -202,11 +211,11 @@ class ShapeCheck:
         )
         return next(values, None)
 
-    def require_two(self, symbol: Any) -> None:
-        """Accept no size of 1 for a symbol."""
-        from sympy import Ge
+    def exclude_ones(self, sizes: Iterable[Any]) -> None:
+        """Accept no sizes of 1 for all of these together."""
+        from sympy import Ge, Max
 
-        self.conditions += (Ge(symbol, 2),)
+        self.conditions += (Ge(Max(*sizes), 2),)
         self._accepted.clear()
 
     def spell_conditions(self) -> list[str]:
@@ -236,14 +245,19 @@ class ShapeCheck:
 
     def spell(self, expression: Any) -> str:
         """A size or a condition as text, such as `s0 >= 2`."""
-        names = {str(symbol): name for symbol, name in self._names.items()}
-        return SYMBOL.sub(lambda match: names.get(match[0], match[0]), str(expression))
+        return str(expression if isinstance(expression, int) else expression.xreplace(self._named))
 
 
 def _evaluate(size: Any, values: Mapping[Any, int], default: int) -> int:
     """The value of a size; the default if it has symbols without a value."""
     known = size if isinstance(size, int) else size.subs(values)
     return int(known) if isinstance(known, int) or known.is_number else default
+
+
+def _positive(name: str) -> Any:
+    from sympy import Symbol
+
+    return Symbol(name, integer=True, positive=True)
 
 
 def _symbols_of(size: Any) -> list[Any]:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 from types import CodeType, FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn, overrides
@@ -259,6 +259,27 @@ def interpret_sizes(expression: Any, sizes: Mapping[Any, Any]) -> Any:
     except ImportError as error:
         raise unsupported_torch("torch.utils._sympy", "it is missing") from error
     return sympy_interp(PythonReferenceAnalysis, dict(sizes), expression)
+
+
+class SizeFunctions(NamedTuple):
+    """The functions of sympy in which torch expresses sizes."""
+
+    floor_div: Any
+    remainders: tuple[Any, ...]
+
+    @property
+    def divisions(self) -> tuple[Any, ...]:
+        """All functions with a divisor."""
+        return (self.floor_div, *self.remainders)
+
+
+def size_functions() -> SizeFunctions:
+    """The functions of sympy in which torch expresses sizes."""
+    try:
+        from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
+    except ImportError as error:
+        raise unsupported_torch("torch.utils._sympy", f"lacks a function ({error})") from error
+    return SizeFunctions(FloorDiv, (Mod, PythonMod))
 
 
 def grouped_product_output(a: Tensor, b: Tensor, offsets: Tensor | None, dtype: torch.dtype | None) -> Tensor:

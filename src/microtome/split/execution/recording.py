@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -101,6 +102,11 @@ class BoundaryRecorder:
     def is_complete(self) -> bool:
         """Whether the cut has been reached."""
         return self._follower.is_complete
+
+    @property
+    def skipped_calls(self) -> Sequence[SkippedCallRecord]:
+        """The calls before the cut that have returned."""
+        return self._calls
 
     def record_inputs(self, inputs: FlatInputs) -> None:
         """Record the model's arguments."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from threading import get_ident
 from typing import Any
 
@@ -12,6 +13,7 @@ from microtome.engine.probes import AnyOp, Where
 from microtome.inputs import Inputs
 from microtome.split.analysis.structure_spec import StructureSpec
 from microtome.split.boundary.boundary import Boundary
+from microtome.split.boundary.schema import SkippedCallRecord
 from microtome.split.execution.argument_reader import FlatInputs
 from microtome.split.execution.recording import BoundaryRecorder
 from microtome.split.execution.replay import Replayer
@@ -79,6 +81,11 @@ class StageRun(Probe):
         """The output of a skipped call."""
         assert self._replayer is not None
         return self._replayer.output(call, args, kwargs)
+
+    @property
+    def skipped_calls(self) -> Sequence[SkippedCallRecord]:
+        """The records of the calls that the next stage skips, so far."""
+        return () if self._recorder is None else self._recorder.skipped_calls
 
     def is_complete(self, call: Call) -> bool:
         """Whether the cut at the end of the stage has been reached."""

@@ -10,18 +10,21 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from microtome.engine import Session
+from microtome.engine import Probe, Session
 from microtome.engine.argument_names import named_arguments
 from microtome.engine.meta_run import substitute_tensors
+from microtome.engine.meta_tensors import INTEGER_DTYPES
 from microtome.engine.pytree import map_tensors, named_tensors
 from microtome.engine.symbolic_shapes import SymbolicShapes
 from microtome.errors import BadBoundary, MicrotomeError, Unsupported, describe_error
+from microtome.flops.composite import COMPOSITE_FORMULAS
 from microtome.inputs import Inputs
+from microtome.results.trace import TensorMode
 from microtome.split.boundary.boundary import Boundary
 from microtome.split.boundary.schema import INPUT_SHAPES, BoundaryRecord
 from microtome.split.boundary.tensor_bytes import are_sizes, copy_strided
@@ -113,26 +116,7 @@ def derive_facts(stage: Stage, shapes: Shapes) -> DerivedFacts:
             "the facts of a boundary cannot be derived from shapes for a model with state, random numbers or numpy "
             "arrays: send the boundary of a stage"
         )
-    sizes = dict(shapes)
-    resized = {
-        id(tensor): torch.empty(sizes[name], dtype=tensor.dtype, device="meta")
-        for name, tensor in named_inputs(stage.model, stage.example).items()
-    }
-    args, kwargs = map_tensors(lambda tensor: resized[id(tensor)], (stage.example.args, stage.example.kwargs))
-    symbolic = SymbolicShapes({}, stage.device or torch.device("cpu"))
-    try:
-        with (
-            warnings.catch_warnings(),
-            substitute_tensors(stage.model, Inputs(*args, **kwargs), "fake", shapes=symbolic) as fakes,
-            torch.no_grad(),
-            Session(stage.model, backward=False),  # without fused paths, whose output is another on fake tensors
-        ):
-            warnings.simplefilter("ignore")
-            found: Boundary = stage.before()(*fakes.args, **fakes.kwargs)
-    except MicrotomeError as error:
-        raise Unsupported(f"{_describe(shapes)}: {error}") from error
-    except Exception as error:  # from the model's code, which may read values, or refuse the shapes
-        raise Unsupported(f"{_describe(shapes)}: {describe_error(error):.300}") from error
+    found = _run_before(stage, shapes)
     layouts = {name: TensorLayout(tuple(one.shape), one.stride(), one.dtype) for name, one in found.tensors.items()}
     assert isinstance(found.record, BoundaryRecord)
     return DerivedFacts(found.record, layouts)
@@ -141,3 +125,66 @@ def derive_facts(stage: Stage, shapes: Shapes) -> DerivedFacts:
 def _describe(shapes: Shapes) -> str:
     inputs = ", ".join(f"{name} of shape {shape}" for name, shape in shapes)
     return f"cannot derive the facts of the boundary for {inputs}"
+
+
+class _OpObserver(Probe):
+    """Does nothing: where operators are observed, the values of integers such as positions are computed on meta."""
+
+    def op(self, *_: Any) -> None:
+        pass
+
+
+def _run_before(stage: Stage, shapes: Shapes) -> Boundary:
+    """Run the stages before a stage without computing anything.
+
+    On meta tensors, code takes the branches that it takes on real ones. It may read values of inputs, such as to warn
+    of padding: where they do not matter, the facts are the same for zeros and for ones. On fake tensors code may take
+    other branches, such as that of transformers, which asks for them; they also stand for tensors on several devices.
+    """
+    try:
+        return _run_on_substitutes(stage, _resize(stage, shapes), "meta")
+    except Exception:  # noqa: BLE001  of an operator without a kernel for meta tensors, or where values are needed
+        pass
+    try:
+        zeros, ones = (_run_on_substitutes(stage, _resize(stage, shapes, value), "meta") for value in (0, 1))
+        if zeros.record == ones.record:
+            return zeros
+    except Exception:  # noqa: BLE001  likewise
+        pass
+    try:
+        return _run_on_substitutes(stage, _resize(stage, shapes), "fake")
+    except MicrotomeError as error:
+        raise Unsupported(f"{_describe(shapes)}: {error}") from error
+    except Exception as error:  # from the model's code, which may read values, or refuse the shapes
+        raise Unsupported(f"{_describe(shapes)}: {describe_error(error):.300}") from error
+
+
+def _resize(stage: Stage, shapes: Shapes, value: int | None = None) -> Inputs:
+    """The example with meta tensors of these shapes; integers have a value, if there is one."""
+    assert stage.example is not None
+    sizes = dict(shapes)
+
+    def resize(name: str, tensor: Tensor) -> Tensor:
+        if value is None or tensor.dtype not in INTEGER_DTYPES:
+            return torch.empty(sizes[name], dtype=tensor.dtype, device="meta")
+        return torch.full(sizes[name], value, dtype=tensor.dtype, device=stage.device or "cpu")
+
+    named = named_inputs(stage.model, stage.example)
+    resized = {id(tensor): resize(name, tensor) for name, tensor in named.items()}
+    args, kwargs = map_tensors(lambda tensor: resized[id(tensor)], (stage.example.args, stage.example.kwargs))
+    return Inputs(*args, **kwargs)
+
+
+def _run_on_substitutes(stage: Stage, inputs: Inputs, mode: TensorMode) -> Boundary:
+    symbolic = SymbolicShapes({}, stage.device or torch.device("cpu")) if mode == "fake" else None
+    # Without fused paths, whose output is another on fake tensors.
+    observed: dict[str, Any] = {"composite": COMPOSITE_FORMULAS} if mode == "meta" else {}
+    with (
+        warnings.catch_warnings(),
+        substitute_tensors(stage.model, inputs, mode, shapes=symbolic) as substitutes,
+        torch.no_grad(),
+        Session(stage.model, [_OpObserver()] if observed else [], backward=False, **observed),
+    ):
+        warnings.simplefilter("ignore")
+        found: Boundary = stage.before()(*substitutes.args, **substitutes.kwargs)
+    return found

@@ -112,14 +112,14 @@ def _write(stage: Stage, graph: StageGraph, suffix: str, tensors: Sequence[Tenso
 
 def _exclude_ones(graph: StageGraph, program: _Program, name: str, tolerance: float) -> bool:
     """Exclude the sizes of 1 for which a program computes another output than the stage; return whether there are."""
-    tried = list(graph.ones)
+    tried = list(graph.trials)
     for one in tried:
         try:
             one.compare(lambda tensors: dict(zip(graph.outputs, program.run(tensors), strict=True)), name, tolerance)
         except Unsupported as error:
-            graph.ones.remove(one)
-            graph.require_two(one.symbol, one.dims, str(error))
-    return len(graph.ones) < len(tried)
+            graph.trials.remove(one)
+            graph.exclude_ones(one.sizes, one.dims, str(error))
+    return len(graph.trials) < len(tried)
 
 
 def _describe(stage: Stage, graph: StageGraph, suffix: str) -> StageMetadata:

@@ -74,6 +74,8 @@ def find_unmet(
 ) -> str | None:
     """Return the first size or condition that some shapes do not meet; None: they meet all.
 
+    A symbol stands for 1 or more.
+
     Args:
         expected: The sizes: numbers, symbols, and expressions of these.
     """
@@ -83,8 +85,10 @@ def find_unmet(
         if text.isidentifier() and sizes.setdefault(text, size) != size:
             return f"one size {text}, got {sizes[text]} and {size}"
     for text, size in every:
-        if not text.isidentifier() and (needed := evaluate(text, sizes)) != size:
+        if (needed := evaluate(text, sizes)) != size:
             return f"a size of {text if text.isdigit() else f'{text} = {needed}'}, got {size}"
+        if size == 0 and text != "0":
+            return f"a size {text} of 1 or more, got 0"
     for condition in conditions:
         if not evaluate(condition, sizes):
             found = ", ".join(f"{name} = {size}" for name, size in sizes.items())

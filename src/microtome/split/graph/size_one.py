@@ -5,7 +5,7 @@ A symbol stands for 2 or more in torch: `x.shape[0] == 1` in the code of a model
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,18 +23,18 @@ from microtome.split.graph.stage_example import example_of, fill_tensor, run_exa
 from microtome.split.stage import Stage
 
 
-class OneRow(NamedTuple):
-    """Arguments and outputs of a stage where a symbol is 1.
+class SizeOneTrial(NamedTuple):
+    """Arguments and outputs of a stage where some symbols are 1.
 
     Attributes:
-        symbol: The symbol.
-        dims: The dimensions of the model's inputs that have this size, such as `x[0]`.
+        sizes: The symbols, in the sizes of the tensors that the stage takes.
+        dims: The dimensions of the model's inputs that have these sizes, such as `x[0]`.
         tensors: The tensors that a graph of the stage takes.
         expected: The outputs of the stage, by name.
     """
 
-    symbol: Any
-    dims: list[str]
+    sizes: tuple[Any, ...]
+    dims: tuple[str, ...]
     tensors: list[Tensor]
     expected: dict[str, Tensor]
 
@@ -58,25 +58,31 @@ class OneRow(NamedTuple):
         compare_outputs(got, self.expected, f"{name}, for {where} of 1,", tolerance)
 
 
-def run_with_size_one(stage: Stage, example: Inputs, sizes: ShapeCheck, symbol: Any) -> OneRow:
-    """Run a stage on a part of an example in which a symbol is 1.
+def run_with_ones(
+    stage: Stage, example: Inputs, shapes: ShapeCheck, symbols: Sequence[Any]
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Run a stage on a part of an example in which symbols are 1; return its outputs by name, and what it took.
 
     Args:
-        sizes: Those of the tensors among the model's arguments.
+        shapes: Those of the tensors among the model's arguments.
 
     Raises:
         Unsupported: The stage does not run on that.
     """
     tensors = list(named_inputs(stage.model, example).values())
-    dims = sizes.dims_of(symbol)
-    shapes = sizes.resized(tensors, {symbol: 1})
+    ones = shapes.resized(tensors, dict.fromkeys(symbols, 1))
     try:
-        smaller = {id(tensor): _crop(tensor, shape) for tensor, shape in zip(tensors, shapes, strict=True)}
+        smaller = {id(tensor): _crop(tensor, shape) for tensor, shape in zip(tensors, ones, strict=True)}
         args, kwargs = map_tensors(lambda tensor: smaller[id(tensor)], (example.args, example.kwargs))
-        expected, crossing = run_example(stage, _input_of(stage, Inputs(*args, **kwargs)))
+        return run_example(stage, _input_of(stage, Inputs(*args, **kwargs)))
     except Exception as error:  # of the model's code, which may refuse the size
-        raise Unsupported(f"the stage does not run for {', '.join(dims)} of 1: {describe_error(error):.300}") from error
-    return OneRow(symbol, dims, crossing, expected)
+        dims = ", ".join(dims_of(shapes, symbols))
+        raise Unsupported(f"the stage does not run for {dims} of 1: {describe_error(error):.300}") from error
+
+
+def dims_of(shapes: ShapeCheck, symbols: Iterable[Any]) -> tuple[str, ...]:
+    """The dimensions that have one of these symbols as their size, such as `x[0]`."""
+    return tuple(dim for symbol in symbols for dim in shapes.dims_of(symbol))
 
 
 def _crop(tensor: Tensor, shape: Sequence[int]) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -11,22 +12,27 @@ from torch import Tensor, fx
 
 from microtome.engine import Call, Session, Stop, Stopped
 from microtome.engine.graph_capture import CapturedRun, capture_run, insert_checks
-from microtome.engine.pytree import named_tensors, tensors_in
+from microtome.engine.pytree import map_tensors, named_tensors, tensors_in
+from microtome.engine.size_substitution import SizeSubstitution
 from microtome.engine.symbolic_shapes import ShapeCheck, SymbolicShapes
 from microtome.errors import Unsupported, describe_error
 from microtome.inputs import Inputs
+from microtome.split.analysis.randomness import is_random
 from microtome.split.analysis.structure_spec import PLAIN, flatten
 from microtome.split.execution.schedule import Schedule
 from microtome.split.execution.stage_run import StageRun
 from microtome.split.graph.comparison import compare_outputs
 from microtome.split.graph.derived_facts import named_inputs
 from microtome.split.graph.partition import HiddenSize, Partition, source_of
-from microtome.split.graph.size_one import OneRow, run_with_size_one
+from microtome.split.graph.size_one import SizeOneTrial, dims_of, run_with_ones
 from microtome.split.graph.stage_example import example_of, fill_inputs, run_example
 from microtome.split.stage import Stage
 from microtome.split.state.stage_state import StageState
 from microtome.split.verification import BIT_EQUAL
 from microtome.split.weights import tensor_at
+
+#: Of more symbols than these, no combinations are tried.
+_MAX_COMBINED = 4
 
 
 class StageGraph(NamedTuple):
@@ -42,8 +48,9 @@ class StageGraph(NamedTuple):
         plain: The numbers and strings of the model's output; None: some depend on shapes.
         order: The positions among the outputs of the last stage, of each tensor in the model's output.
         static: Why sizes are fixed, by dimension of a tensor of `inputs` or of the model's arguments, such as `x[0]`.
-        not_one: Why sizes may not be 1, by dimension of a tensor of the model's arguments.
-        ones: What the stage returns for a size of 1, for each size that may be 1.
+        excluded_ones: Why sizes may not be 1, by dimension of the model's arguments; by several, such as `x[0], x[1]`,
+            if not all of these may be.
+        trials: What the stage returns where symbols are 1, for all that may be.
     """
 
     module: fx.GraphModule
@@ -55,14 +62,14 @@ class StageGraph(NamedTuple):
     plain: list[Any] | None
     order: list[int]
     static: dict[str, str]
-    not_one: dict[str, str]
-    ones: list[OneRow]
+    excluded_ones: dict[str, str]
+    trials: list[SizeOneTrial]
 
-    def require_two(self, symbol: Any, dims: Iterable[str], reason: str) -> None:
-        """Accept no size of 1 for a symbol, which is the size of these dimensions of the model's arguments."""
+    def exclude_ones(self, sizes: Iterable[Any], dims: Iterable[str], reason: str) -> None:
+        """Accept no sizes of 1 for all of these together, which are those of dimensions of the model's arguments."""
         first = len(self.shapes.conditions)
-        self.shapes.require_two(symbol)
-        self.not_one.update(dict.fromkeys(dims, reason))
+        self.shapes.exclude_ones(sizes)
+        self.excluded_ones[", ".join(dims)] = reason
         insert_checks(self.module, self.shapes, first)
         self.module.meta["conditions"] = self.shapes.spell_conditions()
 
@@ -85,6 +92,19 @@ class _SymbolChoice(NamedTuple):
         if self.dims is not None and dim >= self.dims:
             return self.reason
         return self.static.get(name)
+
+
+class _HiddenDims(Unsupported):
+    """The stage needs sizes of the model's inputs that those of the tensors which cross do not determine.
+
+    Attributes:
+        dims: These dimensions, such as `x[0]`, with the reason.
+    """
+
+    def __init__(self, stage: Stage, dims: Iterable[str]) -> None:
+        reason = f"the stage from {stage.begins_at!r} needs the size, which does not cross the cut"
+        self.dims = dict.fromkeys(dims, reason)
+        super().__init__(f"{', '.join(self.dims) or 'a size'}: {reason}")
 
 
 #: Rejects a graph with a reason, or accepts it with None.
@@ -166,11 +186,10 @@ def _capture_with_visible_sizes(stage: Stage, example: Inputs, attempt: _SymbolC
     while True:
         try:
             return _capture(stage, example, attempt)
-        except HiddenSize as error:
-            hidden = getattr(error, "dims", {})
-            if not hidden.keys() - attempt.static.keys():
+        except _HiddenDims as error:
+            if not error.dims.keys() - attempt.static.keys():
                 return error
-            attempt.static.update(hidden)
+            attempt.static.update(error.dims)
         except Unsupported as error:
             return error
 
@@ -206,8 +225,6 @@ def _check_capturable(stage: Stage) -> Inputs:
 
 def _enlarge_batch(inputs: Inputs) -> Inputs:
     """Repeat tensors of one row, since a size of 1 is always taken for a fixed one."""
-    from microtome.engine.pytree import map_tensors
-
     tensors = [tensor for tensor in tensors_in((inputs.args, inputs.kwargs)) if tensor.dim()]
     if not tensors or any(tensor.shape[0] != 1 for tensor in tensors):
         return inputs
@@ -226,7 +243,7 @@ def _capture(stage: Stage, example: Inputs, attempt: _SymbolChoice) -> StageGrap
     }
     shapes = SymbolicShapes(dynamic, stage.device)
     groups: dict[str, Any] = {}
-    captured = capture_run(stage.model, example, lambda inputs: _run(stage, inputs, groups), shapes)
+    captured = capture_run(stage.model, example, lambda inputs: _run(stage, inputs, shapes, groups), shapes)
     *boundaries, outputs = _output_nodes(captured.graph)
     inputs = [node for node in captured.graph.graph.nodes if node.op == "placeholder"]
     names = [name for name, _ in named]
@@ -239,31 +256,51 @@ def _capture(stage: Stage, example: Inputs, attempt: _SymbolChoice) -> StageGrap
     try:
         graph = partition.finish(dict(zip(ends_names, map(source_of, ends), strict=True)))
     except HiddenSize as error:
-        error.dims = _dims_of(error.symbol, captured, named, shapes, stage)  # type: ignore[attr-defined]
-        raise
+        raise _HiddenDims(stage, sizes.dims_of(error.symbol)) from error
     module = _bind(stage, graph, captured)
+    _reject_random_operators(stage, module)
+    substitution = SizeSubstitution(_sizes_of(inputs, shapes), shapes.conditions(groups["skipped"]), shapes.example)
+    if substitution.hidden:
+        raise _HiddenDims(stage, dims_of(sizes, sorted(substitution.hidden, key=str)))
     for name, tensor in named:
         fixed |= {f"{name}[{dim}]": reason for dim, reason in shapes.fixed_dims(tensor).items()}
-    check = ShapeCheck(names, _sizes_of(inputs, shapes), shapes.conditions())
+    check = ShapeCheck(names, substitution.shapes, substitution.conditions)
     if stage.begins_at is not None:
         fixed = check.fixed_dims() | fixed
     dtypes = tuple(node.meta["val"].dtype for node in inputs)
     tensors = [_value_of(node, captured) for node in map(source_of, ends)]
-    results = [([check.spell(shapes.size(size)) for size in tensor.shape], tensor.dtype) for tensor in tensors]
+    results = [([_spell(shapes.size(size), check, substitution) for size in one.shape], one.dtype) for one in tensors]
     found = StageGraph(
         module, tuple(names), tuple(ends_names), check, dtypes, results, groups["plain"], groups["order"], fixed, {}, []
     )
     insert_checks(module, check)
-    _try_size_one(stage, found, example, sizes)
+    _try_ones(stage, found, example, sizes, substitution.exact)
     module.meta |= {
         "inputs": found.inputs,
         "outputs": found.outputs,
         "shapes": check.describe(),
         "conditions": check.spell_conditions(),
         "static": fixed,
-        "not_one": found.not_one,
+        "excluded_ones": found.excluded_ones,
     }
     return found
+
+
+def _spell(size: Any, check: ShapeCheck, substitution: SizeSubstitution) -> str:
+    """A size of an output as text; `?` if the sizes that the stage takes do not determine it."""
+    expressed = size if isinstance(size, int) else substitution.express(size)
+    return "?" if expressed is None else check.spell(expressed)
+
+
+def _reject_random_operators(stage: Stage, module: fx.GraphModule) -> None:
+    """Raise if operators of a graph draw random numbers: other ones than those of the stage."""
+    nodes = (node for node in module.graph.nodes if node.op == "call_function")
+    found = sorted({str(node.target) for node in nodes if is_random(node.target, node.args, node.kwargs)})
+    if found:
+        raise Unsupported(
+            f"stage {stage.index} draws random numbers ({', '.join(found)}), and cannot be captured as a graph: set "
+            "the model to eval mode, or pass the random numbers as inputs"
+        )
 
 
 def _value_of(node: fx.Node, captured: CapturedRun) -> Tensor:
@@ -276,35 +313,46 @@ def _sizes_of(nodes: Iterable[fx.Node], shapes: SymbolicShapes) -> list[list[Any
     return [[shapes.size(size) for size in node.meta["val"].shape] for node in nodes]
 
 
-def _try_size_one(stage: Stage, graph: StageGraph, example: Inputs, sizes: ShapeCheck) -> None:
-    """Compare a graph with the stage where a symbol is 1, for each; where they differ, it must be 2 or more.
+def _try_ones(stage: Stage, graph: StageGraph, example: Inputs, shapes: ShapeCheck, sizes: Mapping[Any, Any]) -> None:
+    """Compare a graph with the stage where symbols are 1, for all combinations; exclude those for which they differ.
 
     Args:
-        sizes: Those of the tensors among the model's arguments.
+        shapes: Those of the tensors among the model's arguments.
+        sizes: The symbols, in the sizes of the tensors that the stage takes.
 
     Raises:
-        Unsupported: They differ, and it is 1 in the example that the model was split on.
+        Unsupported: They differ, and the example that the model was split on has these sizes.
     """
     assert stage.example is not None
     own = [tuple(tensor.shape) for tensor in named_inputs(stage.model, stage.example).values()]
-    for symbol in [one for one in graph.shapes.symbols if sizes.dims_of(one)]:
-        try:
-            one = run_with_size_one(stage, example, sizes, symbol)
-            if graph.shapes.find_mismatch(one.tensors) is None:
-                one.compare(lambda tensors: graph.module(*tensors), f"the graph of stage {stage.index}")
-                graph.ones.append(one)
-        except Unsupported as error:
-            if sizes.value_of(symbol, own) == 1:
-                raise
-            graph.require_two(symbol, sizes.dims_of(symbol), str(error))
+    symbols = sorted((one for one in sizes if shapes.dims_of(one) and sizes[one].free_symbols), key=shapes.spell)
+    excluded: list[set[Any]] = []
+    for number in range(1, len(symbols) + 1):
+        for combination in itertools.combinations(symbols, number):
+            if any(one <= {*combination} for one in excluded):
+                continue
+            dims, ones = dims_of(shapes, combination), tuple(sizes[symbol] for symbol in combination)
+            try:
+                if number > 1 and len(symbols) > _MAX_COMBINED:
+                    raise Unsupported(f"not tried: {len(symbols)} sizes have too many combinations")
+                expected, tensors = run_with_ones(stage, example, shapes, combination)
+                if graph.shapes.find_mismatch(tensors) is None:
+                    trial = SizeOneTrial(ones, dims, tensors, expected)
+                    trial.compare(lambda tensors: graph.module(*tensors), f"the graph of stage {stage.index}")
+                    graph.trials.append(trial)
+            except Unsupported as error:
+                if all(shapes.value_of(symbol, own) == 1 for symbol in combination):
+                    raise
+                excluded.append({*combination})
+                graph.exclude_ones(ones, dims, str(error))
 
 
-def _run(stage: Stage, inputs: Inputs, groups: dict[str, Any]) -> list[list[Tensor]]:
+def _run(stage: Stage, inputs: Inputs, shapes: SymbolicShapes, groups: dict[str, Any]) -> list[list[Tensor]]:
     """Run the model to the end of a stage; return the tensors that cross its cuts, and the output; add their names."""
     schedules = {"begins": stage.begins, "ends": stage.ends}
     recorded = {name: schedule for name, schedule in schedules.items() if schedule is not None}
     with ExitStack() as stack:
-        runs = {name: _record(stage, name, schedule, inputs, stack) for name, schedule in recorded.items()}
+        runs = {name: _record(stage, name, schedule, inputs, shapes, stack) for name, schedule in recorded.items()}
         output = _run_model(stage, inputs)
     tensors = {name: run.crossing for name, run in runs.items()}
     groups.update({name: list(found) for name, found in tensors.items()})
@@ -313,6 +361,7 @@ def _run(stage: Stage, inputs: Inputs, groups: dict[str, Any]) -> list[list[Tens
     _, flat, plain = flatten(output, (inputs.args, inputs.kwargs))
     positions = {id(tensor): position for position, tensor in enumerate(paths.values())}
     groups["order"] = [positions[id(tensor)] for tensor in flat]
+    groups["skipped"] = runs["begins"].skipped_guards if "begins" in runs else []
     groups["plain"] = plain if all(type(value) in PLAIN for value in plain) else None
     return [*(list(found.values()) for found in tensors.values()), list(paths.values())]
 
@@ -333,22 +382,41 @@ class _CutRecorder(StageRun):
 
     Attributes:
         crossing: Copies of the tensors, by name: the run may write to them after the cut.
+        skipped_guards: The numbers of guards inside calls that the stage after the cut skips, and which return tensors
+            alone: it takes these as they are, whatever led to them.
     """
 
-    def __init__(self, ends: Schedule) -> None:
+    def __init__(self, ends: Schedule, shapes: SymbolicShapes) -> None:
         super().__init__(None, ends)
         self.crossing: dict[str, Tensor] = {}
+        self.skipped_guards: list[range] = []
+        self._shapes = shapes
+        self._first_guards: dict[Call, int] = {}
+
+    def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._first_guards[call] = self._shapes.num_guards
+        super().enter(call, args, kwargs)
 
     def exit(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        was_complete = self.is_complete(call)
+        was_complete, num_skipped = self.is_complete(call), len(self.skipped_calls)
         super().exit(call, args, kwargs, output)
         if self.is_complete(call) and not was_complete:
             self.crossing = {name: tensor.clone() for name, tensor in self.boundary("").tensors.items()}
+        first = self._first_guards.pop(call, None)
+        returned = self.skipped_calls[num_skipped:]
+        if first is not None and returned and not any(_has_numbers(record.plain) for record in returned):
+            self.skipped_guards.append(range(first, self._shapes.num_guards))
 
 
-def _record(stage: Stage, name: str, schedule: Schedule, inputs: Inputs, stack: ExitStack) -> _CutRecorder:
+def _has_numbers(plain: Iterable[Any]) -> bool:
+    return any(isinstance(value, bool | int | float | str) for value in plain)
+
+
+def _record(
+    stage: Stage, name: str, schedule: Schedule, inputs: Inputs, shapes: SymbolicShapes, stack: ExitStack
+) -> _CutRecorder:
     """Record what crosses a cut while the block is open; the run stops at the cut where the stage ends."""
-    run = _CutRecorder(schedule)
+    run = _CutRecorder(schedule, shapes)
     run.begin(StageState([]))
     run.record_inputs(stage.flatten_inputs(inputs))
     modules = stage.modules_of(schedule)
@@ -363,24 +431,6 @@ def _output_nodes(graph: fx.GraphModule) -> Sequence[Sequence[fx.Node]]:
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
     groups: Any = output.args[0]
     return list(groups)
-
-
-def _dims_of(
-    symbol: Any,
-    captured: CapturedRun,
-    named: Iterable[tuple[str, Tensor]],
-    shapes: SymbolicShapes,
-    stage: Stage,
-) -> dict[str, str]:
-    """The dimensions of the model's inputs with a symbol as their size, and why they are fixed."""
-    nodes = [node for node in captured.graph.graph.nodes if node.op == "placeholder"]
-    reason = f"the stage from {stage.begins_at!r} needs the size, which does not cross the cut"
-    return {
-        f"{name}[{dim}]": reason
-        for (name, _), node in zip(named, nodes, strict=True)
-        for dim, size in enumerate(node.meta["val"].shape)
-        if shapes.size(size) == symbol
-    }
 
 
 def _bind(stage: Stage, graph: fx.Graph, captured: CapturedRun) -> fx.GraphModule:
