@@ -148,6 +148,7 @@ def test_files_that_are_no_exported_stages_are_refused(files: list[str], tmp_pat
         load_exported(tmp_path / "bad.onnx")
     program = onnx.load(files[0])
     metadata = json.loads(program.metadata_props[0].value)
+    del program.metadata_props[1:]  # the digest
     for value, message in (
         ("", "was not written by microtome"),
         (json.dumps({**metadata, "schema": 2}), "of version 1, got version 2"),
@@ -160,6 +161,26 @@ def test_files_that_are_no_exported_stages_are_refused(files: list[str], tmp_pat
         onnx.save(program, tmp_path / "other.onnx")
         with pytest.raises(BadFile, match=message):
             load_exported(tmp_path / "other.onnx")
+
+
+def test_damaged_files_are_refused(files: list[str], tmp_path: Path) -> None:
+    data = Path(files[0]).read_bytes()
+    file = tmp_path / "head.onnx"
+    for position in range(0, len(data), len(data) // 40):
+        file.write_bytes(data[:position] + bytes([data[position] ^ 4]) + data[position + 1 :])
+        with pytest.raises(BadFile, match="head.onnx.*damaged|no program that its runtime loads"):
+            load_exported(file)
+    for position in range(len(data) - 40, len(data)):
+        file.write_bytes(data[:position] + bytes([data[position] ^ 4]) + data[position + 1 :])
+        with pytest.raises(BadFile, match="head.onnx.*damaged|no program that its runtime loads"):
+            load_exported(file)
+
+
+def test_a_file_that_is_no_model_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bad.onnx").write_bytes(b"no program")
+    with pytest.raises(BadFile, match="is no program that its runtime loads"):
+        load_exported(tmp_path / "bad.onnx")
+    assert capfd.readouterr().out == ""
 
 
 # -- in a chain --------------------------------------------------------------------------------------------------------

@@ -207,7 +207,7 @@ def test_a_program_that_differs_once_loaded_again_leaves_no_file(
 
     head = small[2][0]
     monkeypatch.setitem(export._WRITERS, ".pt2", write_another)
-    with pytest.raises(Unsupported, match=r"head.pt2 returns outputs\['\S+'\] that differ by 1"):
+    with pytest.raises(Unsupported, match=r"head.pt2: expected outputs\['\S+'\] of .*, got others that differ by 1"):
         head.export(tmp_path / "head.pt2")
     assert not list(tmp_path.iterdir())
     (tmp_path / "head.pt2").write_bytes(b"an earlier one")
@@ -235,11 +235,14 @@ def test_outputs_that_differ_by_more_than_rounding_are_refused() -> None:
     assert compare_outputs({"y": expected["y"] + 1e-4}, expected, "it", 1e-5) == (
         "the outputs differ by at most 0.0001, of numbers up to 100"
     )
-    with pytest.raises(Unsupported, match=r"it returns outputs\['y'\] that differ by 0.01, of numbers up to 100"):
+    with pytest.raises(
+        Unsupported,
+        match=r"it: expected outputs\['y'\] of .* that differ by 0.01, of numbers up to 100",
+    ):
         compare_outputs({"y": expected["y"] + 1e-2}, expected, "it", 1e-5)
-    with pytest.raises(Unsupported, match=r"it returns another output\['y'\]"):
+    with pytest.raises(Unsupported, match=r"it returns another output than the stage: outputs\['y'\]"):
         compare_outputs({"y": expected["y"].double()}, expected, "it")
-    with pytest.raises(Unsupported, match=r"it returns outputs\['y'\] that differ by inf"):
+    with pytest.raises(Unsupported, match=r"it: expected outputs\['y'\] to be finite where those of the stage are"):
         compare_outputs({"y": torch.tensor([torch.nan, 100.0])}, expected, "it")
 
 
@@ -267,11 +270,14 @@ def test_each_output_is_compared_at_its_own_scale() -> None:
     assert compare_outputs({"large": large + 1, "small": small * (1 + 1e-6)}, expected, "it", 1e-5) == (
         "the outputs differ by at most 1, of numbers up to 1e+06"
     )
-    with pytest.raises(Unsupported, match=r"it returns outputs\['small'\] that differ by 0.1, of numbers up to 1"):
+    with pytest.raises(
+        Unsupported,
+        match=r"it: expected outputs\['small'\] of .* that differ by 0.1, of numbers up to 1",
+    ):
         compare_outputs({"large": large, "small": small * 1.1}, expected, "it", 1e-5)
     for whole in (torch.tensor([1 << 60]), torch.tensor([True, False])):
         other = ~whole if whole.dtype is torch.bool else whole + 1
-        with pytest.raises(Unsupported, match=r"it returns outputs\['y'\] of torch.* that differ"):
+        with pytest.raises(Unsupported, match=r"it: expected outputs\['y'\] of torch.* to equal those of the stage"):
             compare_outputs({"y": other, "large": large}, {"y": whole, "large": large}, "it", 1e-5)
 
 
@@ -308,3 +314,48 @@ def test_the_command_writes_quantized_programs(tmp_path: Path) -> None:
         stages = [mt.load_exported(tmp_path / "parts" / f"stage{index}.onnx") for index in range(2)]
         assert [(one.begins_at, one.ends_at) for one in stages] == [(None, "layer1"), ("layer1", None)]
         assert {one.details.quantized for one in stages} == {quantized}
+
+
+# -- numbers of other dtypes -------------------------------------------------------------------------------------------
+
+
+def make_mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 64)).eval()
+
+
+def test_rounding_is_that_of_the_dtype(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript", reason="needs microtome[onnx]")
+    _, tail = mt.split(make_mlp().half(), torch.randn(2, 64).half(), at="0")
+    assert re.match("bit-equal|the outputs differ by", tail.export(tmp_path / "tail.onnx").verified or "")
+    half = {"y": torch.tensor([1.0, 100.0]).half()}  # whose neighbors are 1/16 apart at 100
+    assert compare_outputs({"y": half["y"] + 0.0625}, half, "it", 1e-5).startswith("the outputs differ by")
+    with pytest.raises(Unsupported, match="that differ by 1, of numbers up to 100"):
+        compare_outputs({"y": half["y"] + 1}, half, "it", 1e-5)
+
+
+def test_dtypes_without_kernels_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript", reason="needs microtome[onnx]")
+    head, _ = mt.split(make_mlp().bfloat16(), torch.randn(2, 64).bfloat16(), at="0")
+    with pytest.raises(Unsupported, match="ONNX Runtime computes with .*, got a stage of torch.bfloat16: split"):
+        head.export(tmp_path / "head.onnx")
+    head, _ = mt.split(make_mlp().half(), torch.randn(2, 64).half(), at="0")
+    with pytest.raises(Unsupported, match="int8=True quantizes .* torch.float32, got a stage of torch.float16: split"):
+        head.export(tmp_path / "head.onnx", int8=True)
+
+
+def test_the_example_of_a_model_that_writes_to_its_input_stays(tmp_path: Path) -> None:
+    class WritesInput(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            output: Tensor = self.second(self.first(x.mul_(2)))
+            return output
+
+    x = torch.ones(2, 4)
+    stages = mt.split(WritesInput().eval(), x, at="first")
+    before = x.clone()
+    assert [stage.export(tmp_path / f"{stage.index}.pt2").verified for stage in stages] == ["bit-equal"] * 2
+    assert x.equal(before)

@@ -241,7 +241,7 @@ def test_a_graph_that_does_not_compute_the_example_has_its_sizes() -> None:
     graph = tail.graph()
     assert graph.meta["verified"] == "bit-equal"
     assert graph.meta["shapes"] == "first[1, 4]"
-    reason = "the graph of stage 1, for x[0] of 1, returns outputs['output'] that differ by "
+    reason = "the graph of stage 1, for x[0] of 1: expected outputs['output'] of the stage, got others that differ by "
     assert graph.meta["static"]["x[0]"].startswith(reason)
     assert graph(head(x).tensors["first"])["output"].equal(model(x))
     assert head.graph().meta["shapes"] == "x[s0, 4]"
@@ -254,7 +254,7 @@ def test_a_graph_that_does_not_compute_one_row_takes_two_or_more() -> None:
     graph = tail.graph()
     assert (graph.meta["shapes"], graph.meta["conditions"]) == ("first[s0, 4]", ["s0 >= 2"])
     assert graph.meta["excluded_ones"]["x[0]"].startswith(
-        "the graph of stage 1, for x[0] of 1, returns outputs['output'] that differ"
+        "the graph of stage 1, for x[0] of 1: expected outputs['output'] of the stage"
     )
     with pytest.raises(RuntimeError, match=r"expected sizes with s0 >= 2 in first\[s0, 4\]"):
         graph(head(one).tensors["first"])
@@ -537,7 +537,7 @@ def test_a_wrong_compiler_is_refused() -> None:
         return lambda *tensors: tuple(tensor + 1 for tensor in graph(*tensors))
 
     _, _, _, tail = split_small()
-    with pytest.raises(Unsupported, match="the compiled stage 1 returns outputs that differ by"):
+    with pytest.raises(Unsupported, match="the compiled stage 1: expected outputs of the stage, got others that"):
         tail.compile(backend=wrong)  # type: ignore[arg-type]
 
 

@@ -308,7 +308,7 @@ class Stage:
         boundary = self._check_boundary(args, kwargs)
         if boundary is not None:
             boundary = self.complete(boundary)
-        self._modes.check()
+        self.check_modes()
         # A session takes longer to make than to open, so it is reused; several threads may run the stage at once.
         probes = tuple(probes)
         session, run = (None if probes else self._idle_session()) or self._make_session(probes)
@@ -325,6 +325,10 @@ class Stage:
                 run.record_inputs(flat)
             with session:
                 return self._run(run, inputs)
+
+    def check_modes(self) -> None:
+        """Raise if modules are in another mode, of training or evaluation, than when the model was split."""
+        self._modes.check()
 
     def before(self) -> Stage:
         """The stages before this one, as one."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from microtome.engine.meta_run import copy_inputs
 from microtome.engine.pytree import accelerators_in
 from microtome.errors import BadQuery
 from microtome.inputs import Inputs
@@ -23,7 +24,8 @@ def time_runs(run: Callable[..., Any], example: Any, repeat: int, budget_s: floa
     """
     if not isinstance(repeat, int) or repeat < 1:
         raise BadQuery(f"expected a repeat of 1 or more runs, got {repeat!r}")
-    inputs = Inputs(example) if isinstance(example, Boundary) else Inputs.of(example)
+    # A copy, since the model may write to its inputs.
+    inputs = Inputs(example) if isinstance(example, Boundary) else copy_inputs(Inputs.of(example))
     with torch.no_grad():
         for _ in range(2):  # compilers and caches of shapes
             output = run(*inputs.args, **inputs.kwargs)

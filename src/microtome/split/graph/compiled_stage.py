@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from threading import Lock
 from typing import Any
 
 import torch
@@ -13,9 +15,10 @@ from microtome.errors import BadBoundary, BadInputs, Unsupported, describe_error
 from microtome.inputs import Inputs
 from microtome.split.analysis.structure_spec import check_structure
 from microtome.split.boundary.boundary import Boundary
+from microtome.split.boundary.schema import BoundaryRecord
 from microtome.split.boundary.tensor_bytes import moved
 from microtome.split.graph.comparison import compare_outputs
-from microtome.split.graph.stage_example import example_of
+from microtome.split.graph.stage_example import copy_example, example_of
 from microtome.split.graph.stage_graph import StageGraph, capture_stage
 from microtome.split.stage import Stage
 from microtome.split.state.stage_state import StageState
@@ -28,9 +31,10 @@ class CompiledStage(Stage):
     """A stage that runs a compiled graph, with the same boundaries.
 
     The facts of a boundary depend on the shapes of the inputs alone: for shapes that are new, the stage runs eagerly.
+    Several threads may run it; they take turns, since dynamo compiles and looks up compiled code in no safe way.
 
     Attributes:
-        graph: The graph, before it was compiled.
+        graph_info: The graph, before it was compiled.
         verified: `"bit-equal"` if the compiled graph returns on the example what the stage returns, otherwise the
             largest difference; or why that is not known.
     """
@@ -44,7 +48,8 @@ class CompiledStage(Stage):
         self._eager = stage
         self.graph_info = graph
         self._run_graph = run
-        self._facts: dict[Any, Any] = {}
+        self._facts: OrderedDict[Any, BoundaryRecord] = OrderedDict()  # the least recently used first
+        self._lock = Lock()
         if stage.ends is None and graph.plain is None:
             raise Unsupported("the model returns numbers that depend on shapes, which a compiled stage cannot return")
         self.verified = "not verified: the example is not here" if example is None else self._verify(example)
@@ -61,6 +66,7 @@ class CompiledStage(Stage):
         """Run the compiled graph."""
         if tuple(probes):
             raise Unsupported("the calls of a compiled stage cannot be observed: use the stage that was compiled")
+        self._eager.check_modes()
         boundary = self._check_boundary(args, kwargs)
         inputs = self._tensors_of(boundary, args, kwargs)
         self._check_tensors(inputs)
@@ -73,16 +79,34 @@ class CompiledStage(Stage):
             ordered = [tensors[position] for position in self.graph_info.order]
             return self.spec.output.unflatten(ordered, self.graph_info.plain, (args, kwargs))
         key = self._key(boundary, inputs)
-        record = self._facts.get(key)
+        record = self._find_facts(key)
         if record is None:  # of shapes that are new
             found: Boundary = self._eager.run(args, kwargs, release=release)
-            if len(self._facts) < _MAX_SHAPES and list(found.tensors) == list(self.graph_info.outputs):
-                self._facts[key] = found.record
+            self._keep_facts(key, found)
             return found
         outputs = self._call(inputs)
         if boundary is not None and release:
             boundary.tensors.clear()
         return Boundary(self.ends.at, self.fingerprint, outputs, record)
+
+    def _find_facts(self, key: Any) -> BoundaryRecord | None:
+        with self._lock:
+            if key in self._facts:
+                self._facts.move_to_end(key)
+            return self._facts.get(key)
+
+    def _keep_facts(self, key: Any, found: Boundary) -> None:
+        """Keep the facts of a boundary in place of those that were not used for longest."""
+        if list(found.tensors) != list(self.graph_info.outputs):
+            raise Unsupported(
+                f"expected the tensors {', '.join(self.graph_info.outputs)} to cross at {found.at!r}, as on the "
+                f"example, got {', '.join(found.tensors)}: use the stage that was compiled for these inputs"
+            )
+        assert isinstance(found.record, BoundaryRecord)
+        with self._lock:
+            self._facts[key] = found.record
+            if len(self._facts) > _MAX_SHAPES:
+                self._facts.popitem(last=False)
 
     def _tensors_of(self, boundary: Boundary | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         """The tensors that the graph takes."""
@@ -125,7 +149,7 @@ class CompiledStage(Stage):
         return shapes, repr(boundary.facts) if record is None else repr(record)
 
     def _call(self, tensors: list[Tensor]) -> dict[str, Tensor]:
-        with torch.no_grad():
+        with torch.no_grad(), self._lock:
             try:
                 return self._run_graph(*tensors)
             except Exception as error:  # whatever the compiler raises
@@ -134,11 +158,11 @@ class CompiledStage(Stage):
 
     def _verify(self, example: Any) -> str:
         """Compare with the stage on the example."""
-        args, kwargs = (example.args, example.kwargs) if isinstance(example, Inputs) else ((example,), {})
+        example = example if isinstance(example, Boundary) else Inputs.of(example)
         with torch.no_grad():
-            expected = self._eager.run(args, kwargs)
-            self.run(args, kwargs)  # the first run of these shapes is eager
-            got = self.run(args, kwargs)
+            expected = self._eager.run(*copy_example(self, example))
+            self.run(*copy_example(self, example))  # the first run of these shapes is eager
+            got = self.run(*copy_example(self, example))
         if isinstance(expected, Boundary):
             expected, got = dict(expected.tensors), dict(got.tensors)
         return compare_outputs(got, expected, f"the compiled stage {self.index}")

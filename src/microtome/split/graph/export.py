@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
@@ -32,7 +33,7 @@ from microtome.split.graph.exported_stage import (
     structure_digest,
 )
 from microtome.split.graph.onnx_names import name_sizes, name_values
-from microtome.split.graph.runtimes import METADATA, Run, import_runtime, run_executorch, run_onnx
+from microtome.split.graph.runtimes import METADATA, Run, append_digest, import_runtime, run_executorch, run_onnx
 from microtome.split.graph.stage_example import example_of, run_example
 from microtome.split.graph.stage_graph import StageGraph, capture_stage
 from microtome.split.stage import Stage
@@ -43,7 +44,10 @@ OPSET = 20
 _TOLERANCE = 1e-5
 #: That of weights and activations of 8 bits.
 _INT8_TOLERANCE = 0.1
+#: The numbers with which ONNX Runtime has kernels for all operators.
+_ONNX_DTYPES = (torch.float16, torch.float32, torch.float64)
 _METADATA_FILE = "stage.json"
+_COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def export_stage(
@@ -106,8 +110,15 @@ def _write(stage: Stage, graph: StageGraph, suffix: str, tensors: Sequence[Tenso
     except MicrotomeError:
         raise
     except Exception as error:  # whatever the exporter or the runtime raises
-        raise Unsupported(f"cannot export stage {stage.index} as {suffix}: {describe_error(error)[:500]}") from error
+        raise Unsupported(f"cannot export stage {stage.index} as {suffix}: {_describe_cause(error)}") from error
     return _Program(run, data, details)
+
+
+def _describe_cause(error: BaseException) -> str:
+    """The first exception of a chain, in which exporters wrap it; without the colors of a terminal."""
+    while (cause := error.__cause__) is not None:
+        error = cause
+    return _COLORS.sub("", describe_error(error))[:500]
 
 
 def _exclude_ones(graph: StageGraph, program: _Program, name: str, tolerance: float) -> bool:
@@ -190,12 +201,14 @@ def _write_program(graph: StageGraph, tensors: Sequence[Tensor], metadata: str) 
 
 
 def _write_onnx(graph: StageGraph, tensors: Sequence[Tensor], metadata: str) -> _Written:
-    data = _to_onnx(graph, tensors, metadata).SerializeToString()
+    _check_dtypes(graph, _ONNX_DTYPES, "ONNX Runtime computes")
+    data = append_digest(_to_onnx(graph, tensors, metadata).SerializeToString())
     return data, run_onnx(data)
 
 
 def _write_int8(graph: StageGraph, tensors: Sequence[Tensor], metadata: str) -> _Written:
-    """Write a model of ONNX with weights of 8 bits; ONNX Runtime quantizes activations as it runs."""
+    """Write an ONNX model with weights of 8 bits; ONNX Runtime quantizes activations as it runs."""
+    _check_dtypes(graph, [torch.float32], "int8=True quantizes a stage that computes")
     quantization = import_runtime("onnx", "onnxruntime.quantization", "onnx", "onnxscript")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "stage.onnx"
@@ -203,12 +216,21 @@ def _write_int8(graph: StageGraph, tensors: Sequence[Tensor], metadata: str) -> 
         quantization.quantize_dynamic(
             _to_onnx(graph, tensors, metadata), file, weight_type=quantization.QuantType.QUInt8
         )
-        data = file.read_bytes()
+        data = append_digest(file.read_bytes())
     return data, run_onnx(data)
 
 
+def _check_dtypes(graph: StageGraph, accepted: Sequence[torch.dtype], who: str) -> None:
+    """Raise if a stage has floating-point numbers that a runtime does not compute with."""
+    weights = [tensor.dtype for tensor in (*graph.module.parameters(), *graph.module.buffers())]
+    for dtype in (*graph.dtypes, *weights, *(dtype for _, dtype in graph.results)):
+        if dtype.is_floating_point and dtype not in accepted:
+            names = ", ".join(str(one) for one in accepted)
+            raise Unsupported(f"{who} with {names}, got a stage of {dtype}: split the model after model.float()")
+
+
 def _to_onnx(graph: StageGraph, tensors: Sequence[Tensor], metadata: str) -> Any:
-    """Return a stage as a message of ONNX."""
+    """Return a stage as an ONNX model."""
     import_runtime("onnx", "onnx", "onnxscript", "onnxruntime")
     program = torch.onnx.export(
         _to_program(graph, tensors),
@@ -228,7 +250,7 @@ def _write_executorch(graph: StageGraph, tensors: Sequence[Tensor], metadata: st
     exir = import_runtime("executorch", "executorch.exir", "executorch.runtime")
     program = torch.export.export(graph.module, tuple(tensors), strict=False)
     edge = exir.to_edge_transform_and_lower(program, constant_methods={METADATA: metadata})
-    data = bytes(edge.to_executorch().buffer)
+    data = append_digest(bytes(edge.to_executorch().buffer))
     return data, run_executorch(data)
 
 

@@ -23,7 +23,7 @@ from microtome.split.boundary.schema import (
     SentTensor,
     StorageView,
 )
-from microtome.split.graph.runtimes import LOADERS, Run
+from microtome.split.graph.runtimes import LOADERS, Run, check_digest
 from microtome.split.graph.size_conditions import evaluate, find_unmet
 from microtome.split.stage_timing import time_runs
 
@@ -252,13 +252,22 @@ def load_exported(file: File) -> ExportedStage:
         raise BadFile(f"expected a file that ends in {', '.join(LOADERS)}, got {str(file)!r}{hint}")
     data = read_bytes(path, _MAX_BYTES)
     try:
+        has_digest = check_digest(data)
         with torch.no_grad():
             run, text = loader(data)
+    except BadFile as error:
+        raise BadFile(f"cannot read {str(path)!r}: {error}") from error
     except MicrotomeError:
         raise
     except Exception as error:  # whatever the runtime raises
         raise BadFile(f"{str(path)!r} is no program that its runtime loads: {describe_error(error):.300}") from error
-    return ExportedStage(str(path), _parse_metadata(text, path), run)
+    details = _parse_metadata(text, path)
+    if not has_digest:
+        raise BadFile(
+            f"cannot read {str(path)!r}: the file is damaged or was changed: expected the digest of its contents at "
+            "its end, got none. Export the stage again"
+        )
+    return ExportedStage(str(path), details, run)
 
 
 def _parse_metadata(text: str, path: Path) -> StageMetadata:

@@ -1,4 +1,4 @@
-"""The names of values and sizes in a model of ONNX."""
+"""The names of values and sizes in an ONNX model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from microtome.split.graph.stage_graph import StageGraph
 
 
 def name_values(model: Any, graph: StageGraph) -> None:
-    """Name the outputs of a model of ONNX as the stage does, and nothing else as its inputs or outputs.
+    """Name the outputs of an ONNX model as the stage does, and nothing else as its inputs or outputs.
 
     No two values of ONNX have the same name: an output that is also an input gets another one.
     """
@@ -37,7 +37,7 @@ def _name_apart(name: str, taken: set[str]) -> str:
 
 
 def name_sizes(model: Any, graph: StageGraph) -> None:
-    """Name the sizes in a model of ONNX as the metadata of the stage does, such as `s0`."""
+    """Name the sizes in an ONNX model as the metadata of the stage does, such as `s0`."""
     names = {
         dim.value: name
         for value, spelled in zip(model.graph.inputs, graph.shapes.spelled, strict=True)

@@ -55,7 +55,7 @@ class SizeOneTrial(NamedTuple):
                 got = run(self.tensors)
         except Exception as error:  # of an operator, or of a runtime
             raise Unsupported(f"{name} does not run for {where} of 1: {describe_error(error):.300}") from error
-        compare_outputs(got, self.expected, f"{name}, for {where} of 1,", tolerance)
+        compare_outputs(got, self.expected, f"{name}, for {where} of 1", tolerance)
 
 
 def run_with_ones(

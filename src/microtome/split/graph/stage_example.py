@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from microtome.engine.meta_run import copy_inputs
 from microtome.engine.pytree import map_tensors, named_tensors, tensors_in
 from microtome.errors import Unsupported
 from microtome.inputs import Inputs
@@ -23,7 +26,8 @@ def example_of(stage: Stage, inputs: Inputs | None = None) -> Inputs | Boundary 
         return inputs
     try:
         with torch.no_grad():
-            boundary: Boundary = stage.before()(*inputs.args, **inputs.kwargs)
+            copies = copy_inputs(inputs, stage.model)  # the model may write to its inputs
+            boundary: Boundary = stage.before()(*copies.args, **copies.kwargs)
     except (Unsupported, RuntimeError):  # weights on meta beside others
         return None
     return None if any(tensor.is_meta for tensor in boundary.tensors.values()) else boundary
@@ -31,14 +35,21 @@ def example_of(stage: Stage, inputs: Inputs | None = None) -> Inputs | Boundary 
 
 def run_example(stage: Stage, example: Inputs | Boundary) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Run a stage on an example; return its outputs by name, as a graph does, and the tensors that the graph takes."""
-    args, kwargs = (example.args, example.kwargs) if isinstance(example, Inputs) else ((example,), {})
-    every = tensors_in((args, kwargs)) if isinstance(example, Inputs) else example.tensors.values()
+    every = tensors_in((example.args, example.kwargs)) if isinstance(example, Inputs) else example.tensors.values()
     tensors = list({id(tensor): tensor for tensor in every}.values())
     with torch.no_grad():
-        output = stage.run(args, kwargs)
+        output = stage.run(*copy_example(stage, example))
     if isinstance(output, Boundary):
         return dict(output.tensors), tensors
     return {path or "output": tensor for path, tensor in named_tensors(output)}, tensors
+
+
+def copy_example(stage: Stage, example: Inputs | Boundary) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments for a run of a stage on an example, which stays as it is."""
+    if isinstance(example, Boundary):
+        return (example,), {}
+    copies = copy_inputs(example, stage.model)
+    return copies.args, copies.kwargs
 
 
 def fill_inputs(inputs: Inputs, device: torch.device | None) -> Inputs:

@@ -198,6 +198,7 @@ def _check_capturable(stage: Stage) -> Inputs:
     """Raise if a stage cannot be captured; return its example."""
     if stage.example is None:
         raise Unsupported("the example that the model was split on is not here: split it, or load it with load_stage")
+    stage.check_modes()
     if stage.grad:
         raise Unsupported(
             "a graph computes no gradient, so a stage of a model that was split with grad=True cannot be captured: "
