@@ -158,6 +158,11 @@ def test_an_edge_names_what_the_server_cannot_do(model: Model, python: Path, edg
         assert message in done.stderr
 
 
+def test_an_input_of_another_name_is_an_error(python: str, edge: Path, server: Server) -> None:
+    done = run([python, "edge.py", "head.onnx", server.address, "image=x.npy"], edge)
+    assert (done.returncode, done.stderr.strip()) == (1, "expected the inputs x, got image: x is missing")
+
+
 def test_the_requirements_of_the_example_are_those_of_the_extras() -> None:
     package = distribution("microtome")
     wanted = {str(Requirement(line)) for line in (EXAMPLE / "requirements.txt").read_text().splitlines()}
@@ -192,3 +197,19 @@ def test_node_computes_what_the_model_does(model: Model, node: str, edge: Path, 
     done = run([*words, "--to=y.npy"], edge)
     assert done.returncode == 0, done.stderr
     check_output(np.load(edge / "y.npy"), model[0], image, codec)
+
+
+@pytest.mark.slow
+def test_mistakes_are_named_with_node(node: str, edge: Path, server: Server) -> None:
+    save_image(edge, rows=1)
+    shutil.copy(edge / "x.npy", edge / "x=1.npy")
+    words: list[str | Path] = [node, "edge.mjs", "head.onnx", server.address]
+    assert run([*words, "x=x=1.npy"], edge).returncode == 0
+    for mistake, message in (
+        (["x=x.npy", "--codec=fp16"], "expected --codec=raw or int8, got fp16: edge.py has fp16"),
+        (["image=x.npy"], "expected the inputs x, got image"),
+        (["x.npy"], "expected NAME=FILE.npy, got x.npy"),
+    ):
+        done = run([*words, *mistake], edge)
+        assert done.returncode == 1
+        assert message in done.stderr

@@ -159,17 +159,31 @@ function writeArray(file, { dtype, data, shape }) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 
+// An input NAME=FILE, whose path may have further equals signs.
+function parseInput(word) {
+  const at = word.indexOf("=");
+  if (at < 1) throw new Error(`expected NAME=FILE.npy, got ${word}`);
+  return [word.slice(0, at), readArray(word.slice(at + 1))];
+}
+
 const { values: options, positionals } = parseArgs({
   allowPositionals: true,
   options: { codec: { type: "string", default: "raw" }, to: { type: "string" } },
 });
 const [file, address, ...words] = positionals;
+if (!["raw", "int8"].includes(options.codec)) throw new Error(`expected --codec=raw or int8, got ${options.codec}: edge.py has fp16`);
 const head = await loadHead(file);
 const tail = await openTail(address, head.metadata);
-const inputs = Object.fromEntries(words.map((word) => word.split("=", 2)).map(([name, path]) => [name, readArray(path)]));
+const inputs = Object.fromEntries(words.map(parseInput));
+for (const name of Object.keys(head.metadata.inputs)) {
+  if (!(name in inputs)) throw new Error(`expected the inputs ${Object.keys(head.metadata.inputs).join(", ")}, got ${Object.keys(inputs).join(", ") || "none"}`);
+}
 const start = performance.now();
 const outputs = await tail.run(await head.run(inputs), inputs, options.codec);
 console.log(`${(performance.now() - start).toFixed(1)} ms`);
 for (const { name, dtype, shape } of outputs) console.log(`${name}: ${dtype}[${shape.join(", ")}]`);
-if (options.to) writeArray(options.to, outputs[0]);
+// One file for each output: output.npy, or output.0.npy, output.1.npy and so on.
+for (const [at, output] of options.to ? outputs.entries() : []) {
+  writeArray(outputs.length > 1 ? options.to.replace(/(\.npy)?$/, `.${at}$1`) : options.to, output);
+}
 tail.close();

@@ -39,6 +39,11 @@ class Head:
 
     def __call__(self, inputs: Arrays) -> Arrays:
         named = dict(zip(self.metadata["inputs"], self._session.get_inputs(), strict=True))
+        if missing := named.keys() - inputs.keys():
+            got = ", ".join(inputs) or "none"
+            raise SystemExit(
+                f"expected the inputs {', '.join(named)}, got {got}: pass {', '.join(missing)} as NAME=FILE"
+            )
         feeds = {one.name: inputs[name] for name, one in named.items()}
         return dict(zip(self.metadata["outputs"], self._session.run(None, feeds), strict=True))
 

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from torch import Tensor, nn
 
 import microtome as mt
+from microtome import zoo
 from microtome.cli import main
 from microtome.split.graph.exported_stage import load_exported
 from tests.remote.chains import CUTS, connected, serving
@@ -86,3 +87,11 @@ def test_the_command_writes_programs_of_executorch(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     stages = [load_exported(tmp_path / "parts" / f"stage{index}.pte") for index in range(2)]
     assert [(one.begins_at, one.ends_at) for one in stages] == [(None, "layer1"), ("layer1", None)]
+
+
+@pytest.mark.parametrize(("name", "at"), [("tiny-vit", "blocks.1"), ("tiny-decoder", "layers.1")])
+def test_stages_with_attention_are_programs_of_executorch(name: str, at: str, tmp_path: Path) -> None:
+    model, inputs = zoo.build(name)
+    for stage in mt.split(model, inputs, at=at):
+        exported = stage.export(tmp_path / f"stage{stage.index}.pte")
+        assert (exported.verified or "").startswith("the outputs differ by")

@@ -220,6 +220,9 @@ def test_mistakes_are_named(small: Small, tmp_path: Path, monkeypatch: pytest.Mo
     head = small[2][0]
     with pytest.raises(BadQuery, match=r"expected a file that ends in .pt2, .onnx, .pte, got '.*head.zip'"):
         head.export(tmp_path / "head.zip")
+    for call in (head.export, mt.load_exported):
+        with pytest.raises(BadQuery, match="expected the path of a file, such as 'head.onnx', got 3"):
+            call(3)
 
     def missing(name: str) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
@@ -314,6 +317,24 @@ def test_the_command_writes_quantized_programs(tmp_path: Path) -> None:
         stages = [mt.load_exported(tmp_path / "parts" / f"stage{index}.onnx") for index in range(2)]
         assert [(one.begins_at, one.ends_at) for one in stages] == [(None, "layer1"), ("layer1", None)]
         assert {one.details.quantized for one in stages} == {quantized}
+
+
+def test_an_operator_that_onnx_lacks_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript", reason="needs microtome[onnx]")
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.LSTM(4, 4, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            output: Tensor = self.second(self.first(x))[0]
+            return output
+
+    _, tail = mt.split(Recurrent().eval(), torch.randn(2, 5, 4), at="first")
+    with pytest.raises(Unsupported, match="as .onnx: .*No ONNX function found for .*mkldnn_rnn_layer") as error:
+        tail.export(tmp_path / "tail.onnx")
+    assert "\x1b" not in str(error.value)
 
 
 # -- numbers of other dtypes -------------------------------------------------------------------------------------------

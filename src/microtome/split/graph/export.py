@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from microtome.errors import BadQuery, MicrotomeError, Unsupported, describe_error
 from microtome.files.reading import File
@@ -31,6 +31,7 @@ from microtome.split.graph.exported_stage import (
     StageMetadata,
     check_expressions,
     structure_digest,
+    to_path,
 )
 from microtome.split.graph.onnx_names import name_sizes, name_values
 from microtome.split.graph.runtimes import METADATA, Run, append_digest, import_runtime, run_executorch, run_onnx
@@ -54,7 +55,7 @@ def export_stage(
     stage: Stage, file: File, *, dynamic: bool = True, example: Any = None, int8: bool = False
 ) -> ExportedStage:
     """Capture, write, load again and compare a stage; see `Stage.export`."""
-    path = Path(file)
+    path = to_path(file)
     if path.suffix not in _WRITERS:
         raise BadQuery(f"expected a file that ends in {', '.join(_WRITERS)}, got {str(file)!r}")
     if int8 and path.suffix != ".onnx":
@@ -248,10 +249,26 @@ def _to_onnx(graph: StageGraph, tensors: Sequence[Tensor], metadata: str) -> Any
 
 def _write_executorch(graph: StageGraph, tensors: Sequence[Tensor], metadata: str) -> _Written:
     exir = import_runtime("executorch", "executorch.exir", "executorch.runtime")
-    program = torch.export.export(graph.module, tuple(tensors), strict=False)
+    module = _copy_before_reshape(graph.module)
+    program = torch.export.export(module, tuple(tensors), strict=False)
     edge = exir.to_edge_transform_and_lower(program, constant_methods={METADATA: metadata})
     data = append_digest(bytes(edge.to_executorch().buffer))
     return data, run_executorch(data)
+
+
+def _copy_before_reshape(module: fx.GraphModule) -> fx.GraphModule:
+    """A graph that reshapes contiguous tensors alone.
+
+    ExecuTorch decomposes attention to operators whose outputs have other strides, for which a view is none.
+    """
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.reshape.default):
+        with graph.inserting_before(node):
+            layout = {"memory_format": torch.contiguous_format}
+            copied = graph.call_function(torch.ops.aten.clone.default, node.args[:1], layout)
+        node.args = (copied, *node.args[1:])
+    return fx.GraphModule(module, graph)
 
 
 _WRITERS = {".pt2": _write_program, ".onnx": _write_onnx, ".pte": _write_executorch}

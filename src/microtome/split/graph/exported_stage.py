@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
-from microtome.errors import BadBoundary, BadFile, BadInputs, MicrotomeError, Unsupported, describe_error
+from microtome.errors import BadBoundary, BadFile, BadInputs, BadQuery, MicrotomeError, Unsupported, describe_error
 from microtome.files.reading import File, read_bytes
 from microtome.files.types import find_mismatch, from_plain, to_plain
 from microtome.split.boundary.boundary import Boundary
@@ -244,7 +245,7 @@ def load_exported(file: File) -> ExportedStage:
         ...
     microtome.errors.BadFile: cannot read 'head.onnx': No such file or directory
     """
-    path = Path(file)
+    path = to_path(file)
     loader = LOADERS.get(path.suffix)
     if loader is None:
         trusted = ": load it with torch.export.load if you trust its source, which it may unpickle"
@@ -268,6 +269,17 @@ def load_exported(file: File) -> ExportedStage:
             "its end, got none. Export the stage again"
         )
     return ExportedStage(str(path), details, run)
+
+
+def to_path(file: File) -> Path:
+    """The path of a file.
+
+    Raises:
+        BadQuery: It is none.
+    """
+    if not isinstance(file, str | os.PathLike):
+        raise BadQuery(f"expected the path of a file, such as 'head.onnx', got {file!r:.80}")
+    return Path(file)
 
 
 def _parse_metadata(text: str, path: Path) -> StageMetadata:
