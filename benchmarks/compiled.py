@@ -53,6 +53,8 @@ def _compare(name: str, model: nn.Module, inputs: mt.Inputs, at: str, rounds: in
     gain = whole / compiled_whole
     note = f"{name}: the model takes {1e3 * whole:.2f} ms, {gain:.2f} times as long as torch.compile of it; the tail "
     note += f"from {at} {1e3 * stage:.2f} ms, {stage / compiled_stage:.2f} times as long as the compiled one"
+    if gain < _LEAST_GAIN:
+        note += "; there is no target, since compiling the whole model gains less than that"
     most = 1 / _LEAST_GAIN if gain >= _LEAST_GAIN else float("inf")
     return [
         Target(f"{name}: compiled tail / tail", compiled_stage / stage, most, note=note),

@@ -158,7 +158,8 @@ def test_an_edge_names_what_the_server_cannot_do(model: Model, python: Path, edg
         assert message in done.stderr
 
 
-def test_an_input_of_another_name_is_an_error(python: str, edge: Path, server: Server) -> None:
+def test_an_input_of_another_name_is_an_error(python: Path, edge: Path, server: Server) -> None:
+    save_image(edge, rows=1)
     done = run([python, "edge.py", "head.onnx", server.address, "image=x.npy"], edge)
     assert (done.returncode, done.stderr.strip()) == (1, "expected the inputs x, got image: x is missing")
 
