@@ -211,8 +211,8 @@ def main(words: list[str]) -> int:
         for future in as_completed([pool.submit(_try, entry) for entry in chosen]):
             name, found = future.result()
             outcomes.update(outcome.partition(":")[0] for _, outcome in found)
-            graphs = (outcome.partition(":")[0] for at, outcome in found if at.endswith(" graph"))
-            kinds.update("graph equal" if outcome == "graph equal" else "graph other" for outcome in graphs)
+            tried = [outcome for at, outcome in found if at.endswith(" graph")]
+            kinds.update("graph equal" if outcome == "graph equal" else "graph other" for outcome in tried)
             bad = [f"- {name} at {at}: {outcome[:300]}" for at, outcome in found if not outcome.endswith("equal")]
             lines += bad
             print(
@@ -227,7 +227,7 @@ def main(words: list[str]) -> int:
     print(text)
     if "--save" in words:
         print("written to", save("graphs", text, "python -m benchmarks.split_zoo.graphs --save"))
-    graphs = sum(count for name, count in kinds.items() if name.startswith("graph "))
+    graphs = kinds.total()
     too_few = kinds["graph equal"] < _LEAST_EQUAL * graphs or not graphs
     if too_few:
         print(f"missed: {kinds['graph equal']} of {graphs} graphs are equal, expected {_LEAST_EQUAL:.0%} or more")

@@ -70,6 +70,7 @@ def test_facts_of_the_oldest_shape_make_room_for_those_of_a_new_one(monkeypatch:
 def test_other_tensors_than_those_of_the_graph_are_an_error() -> None:
     head, _ = mt.split(make_net(), torch.randn(2, 4), at="0")
     compiled = head.compile(backend="eager")
+    assert isinstance(compiled, compiled_stage.CompiledStage)
     compiled.graph_info = compiled.graph_info._replace(outputs=("other",))
     with pytest.raises(MicrotomeError, match="expected the tensors other to cross at '0', as on the example, got 0"):
         compiled(torch.randn(3, 4))

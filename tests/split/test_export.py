@@ -220,7 +220,8 @@ def test_mistakes_are_named(small: Small, tmp_path: Path, monkeypatch: pytest.Mo
     head = small[2][0]
     with pytest.raises(BadQuery, match=r"expected a file that ends in .pt2, .onnx, .pte, got '.*head.zip'"):
         head.export(tmp_path / "head.zip")
-    for call in (head.export, mt.load_exported):
+    calls: list[Any] = [head.export, mt.load_exported]
+    for call in calls:
         with pytest.raises(BadQuery, match="expected the path of a file, such as 'head.onnx', got 3"):
             call(3)
 

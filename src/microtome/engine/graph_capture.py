@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import traceback
 import warnings
@@ -109,12 +110,12 @@ def insert_checks(graph: fx.GraphModule, shapes: ShapeCheck, first: int = 0) -> 
             for symbol, (tensor, dim) in shapes.positions().items()
         }
         for condition, text in list(zip(shapes.conditions, shapes.spell_conditions(), strict=True))[first:]:
-            met = interpret_sizes(condition, sizes)
             message = f"expected sizes with {text} in {shapes.describe()}"
-            graph.graph.call_function(_aten._assert_scalar.default, (met.node, message))
+            graph.graph.call_function(_aten._assert_scalar.default, (interpret_sizes(condition, sizes).node, message))
         for size in () if first else sizes.values():
             message = f"expected sizes of 1 or more in {shapes.describe()}"
-            graph.graph.call_function(_aten._assert_scalar.default, ((size >= 1).node, message))
+            met = graph.graph.call_function(operator.ge, (size.node, 1))
+            graph.graph.call_function(_aten._assert_scalar.default, (met, message))
     graph.recompile()
 
 

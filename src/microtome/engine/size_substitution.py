@@ -81,7 +81,7 @@ class SizeSubstitution:
         self._fixed: dict[Any, Any] = {}
         found: list[Any] = []
         sizes = {size for shape in shapes for size in shape if not isinstance(size, int)}
-        strided = [(size, *stride) for size in sizes if (stride := _find_stride(size)) is not None]
+        strided = [(size, *pair) for size in sizes if (pair := _find_stride(size)) is not None]
         for size, symbol, stride in sorted(strided, key=lambda one: (one[2].stride, str(one[0]))):
             found += self._solve(size, symbol, stride)
         for size in sorted(sizes, key=str):
@@ -182,8 +182,10 @@ def _strongest(cases: list[Any]) -> list[Any]:
     """Of inequalities that differ by a constant alone, the one that implies the others; otherwise all."""
     from sympy import Ge, Gt, Le, Lt
 
-    first = cases[0] if cases else None
-    if len(cases) < 2 or first.func not in (Ge, Gt, Le, Lt) or any(case.func is not first.func for case in cases):
+    if len(cases) < 2 or cases[0].func not in (Ge, Gt, Le, Lt):
+        return cases
+    first = cases[0]
+    if any(case.func is not first.func for case in cases):
         return cases
     differences = [(case.lhs - case.rhs) - (first.lhs - first.rhs) for case in cases]
     if not all(one.is_number for one in differences):

@@ -136,7 +136,7 @@ class Stage:
         It has only the stage's own weights, under their names in the model. It takes the tensors of the boundary before
         the stage, or those among the model's arguments, by position, and returns those after it in a dict by name.
         `graph.meta` has the names of the inputs and outputs, the shapes that it accepts, which sizes are fixed to those
-        of the example, with the reason, and as `"verified"` how its outputs on the example compare with the stage's.
+        of the example, with the reason. `"verified"` is the largest difference from the stage on the example.
         Sizes are also fixed where a graph for others does not compute the example bit for bit, since these lead to
         other kernels. It checks the conditions on sizes in `graph.meta["conditions"]`, not fixed sizes and dtypes.
 

@@ -265,7 +265,7 @@ def _copy_before_reshape(module: fx.GraphModule) -> fx.GraphModule:
     graph.output(graph.graph_copy(module.graph, {}))
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.reshape.default):
         with graph.inserting_before(node):
-            layout = {"memory_format": torch.contiguous_format}
+            layout: dict[str, Any] = {"memory_format": torch.contiguous_format}
             copied = graph.call_function(torch.ops.aten.clone.default, node.args[:1], layout)
         node.args = (copied, *node.args[1:])
     return fx.GraphModule(module, graph)
