@@ -161,7 +161,7 @@ def test_an_edge_names_what_the_server_cannot_do(model: Model, python: Path, edg
 def test_an_input_of_another_name_is_an_error(python: Path, edge: Path, server: Server) -> None:
     save_image(edge, rows=1)
     done = run([python, "edge.py", "head.onnx", server.address, "image=x.npy"], edge)
-    assert (done.returncode, done.stderr.strip()) == (1, "expected the inputs x, got image: x is missing")
+    assert (done.returncode, done.stderr.strip()) == (1, "expected the inputs x, got image: pass x as NAME=FILE")
 
 
 def test_the_requirements_of_the_example_are_those_of_the_extras() -> None:
