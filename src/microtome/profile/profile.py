@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from microtome.flops.conventions.base import Convention
     from microtome.profile.accelerator import DeviceTimeMethod
     from microtome.profile.energy import EnergyModel
+    from microtome.profile.measurement import MeasurementSpec
     from microtome.profile.passes import Progress
     from microtome.results.phases import Phases
     from microtome.results.profile import Coverage, Profile
