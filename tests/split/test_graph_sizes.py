@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,31 @@ def test_a_tail_behind_a_stride_raises_for_sizes_of_another_branch(
         graph(head(torch.randn(other)).tensors["first"])
     with pytest.raises(MicrotomeError, match="expected sizes with"):
         compiled(head(torch.randn(other)))
+
+
+class Padded(nn.Module):
+    """Pads as TensorFlow does, by a size that is divided and rounded up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.last = nn.Conv2d(3, 4, 3, 2), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        missing = max((math.ceil(x.shape[-1] / 2) - 1) * 2 + 3 - x.shape[-1], 0)
+        if missing:
+            x = nn.functional.pad(x, (0, missing, 0, missing))
+        output: Tensor = self.last(self.convolution(x))
+        return output
+
+
+def test_conditions_may_divide_and_round_sizes() -> None:
+    model = Padded().eval()
+    head, _ = mt.split(model, torch.randn(2, 3, 16, 16), at="convolution")
+    graph = head.graph()
+    assert any("CeilToInt" in condition for condition in graph.meta["conditions"])
+    for size in (3, 3, 20, 22), (3, 3, 16, 17):
+        image = torch.randn(size)
+        assert graph(image)["convolution"].equal(head(image).tensors["convolution"])
 
 
 def test_a_size_is_fixed_where_what_crosses_does_not_decide() -> None:

@@ -7,6 +7,8 @@ operator's schema.
 
 from __future__ import annotations
 
+import math
+import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
@@ -14,7 +16,7 @@ from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn, overrides
+from torch import Tensor, fx, nn, overrides
 
 from microtome.errors import Unsupported
 
@@ -258,7 +260,21 @@ def interpret_sizes(expression: Any, sizes: Mapping[Any, Any]) -> Any:
         from torch.utils._sympy.reference import PythonReferenceAnalysis
     except ImportError as error:
         raise unsupported_torch("torch.utils._sympy", "it is missing") from error
-    return sympy_interp(PythonReferenceAnalysis, dict(sizes), expression)
+
+    def call(function: Callable[[Any], Any], value: Any) -> Any:
+        if isinstance(value, fx.Proxy):  # which the functions of `math` do not take
+            return value.tracer.create_proxy("call_function", function, (value,), {})
+        return function(value)
+
+    class SizeAnalysis(PythonReferenceAnalysis):
+        """Divides as Python does where torch's analysis makes an expression of sympy."""
+
+        truediv = int_truediv = staticmethod(operator.truediv)
+        ceil_to_int = staticmethod(lambda value, dtype: call(math.ceil, value))
+        floor_to_int = staticmethod(lambda value, dtype: call(math.floor, value))
+        trunc_to_int = staticmethod(lambda value, dtype: call(math.trunc, value))
+
+    return sympy_interp(SizeAnalysis, dict(sizes), expression)
 
 
 class SizeFunctions(NamedTuple):
