@@ -172,7 +172,7 @@ class Overflows(nn.Module):
 def test_an_error_about_something_else_has_no_note_on_a_keyword_that_forward_swallows(given: Inputs) -> None:
     with pytest.raises(IndexError) as caught:
         given.run(Overflows())
-    assert not hasattr(caught.value, "__notes__")
+    assert caught.value.__notes__ == [f"The model ran on {given!r}."]
 
 
 @pytest.mark.parametrize("value", [False, None, 3, 0.5, "text", [1], {"a": 1}])
@@ -183,10 +183,10 @@ def test_an_error_of_the_model_is_raised_if_other_values_were_added_to_inputs_of
     assert "no parameter 'input_id': did you mean 'input_ids'?" in "".join(caught.value.__notes__)
 
 
-def test_an_error_of_the_model_has_no_note_if_its_inputs_were_passed() -> None:
+def test_an_error_of_the_model_has_the_shapes_of_the_inputs_that_were_passed() -> None:
     with pytest.raises(RuntimeError) as caught:
-        Inputs.of(T).run(nn.Linear(3, 3))
-    assert not hasattr(caught.value, "__notes__")
+        Inputs.of(torch.ones(3, 4)).run(nn.Linear(3, 3))
+    assert caught.value.__notes__ == ["The model ran on Inputs(3x4:float32)."]
 
 
 def test_a_batch_encoding_of_transformers_is_a_mapping() -> None:

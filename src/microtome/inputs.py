@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from microtome.errors import BadInputs
+from microtome.errors import BadInputs, MicrotomeError
 from microtome.units import shape, some
 
 _PART = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<shape>\d+(?:x\d+)*)(?::(?P<dtype>\w+))?")
@@ -103,11 +103,14 @@ class Inputs:
         return create.arguments(inputs if type(inputs) is tuple else (inputs,), {})
 
     def run(self, model: nn.Module) -> Any:
-        """Call the model with these arguments; notes of an error name those that may not be what was meant."""
+        """Call the model with these arguments; notes of an error name those that may not be what was meant, or all."""
         try:
             return model(*self.args, **self.kwargs)
         except Exception as error:
-            for note in self._notes(model, error):
+            notes = list(self._notes(model, error))
+            if not notes and not isinstance(error, MicrotomeError):
+                notes = [f"The model ran on {self!r:.400}."]
+            for note in notes:
                 error.add_note(note)
             raise
 

@@ -33,6 +33,27 @@ def test_times_are_a_metric_where_they_were_measured() -> None:
     assert "by time" in text(p)
 
 
+class Waits(nn.Module):
+    """Takes time between the calls inside it, without an operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        x = self.layer(x)
+        sum(range(200_000))
+        return x
+
+
+def test_time_without_operators_is_told_from_that_of_layers() -> None:
+    p = mt.profile(nn.Sequential(Waits()), "4x3", measure=["time"], repeat=3, warmup=1)
+    lines = text(p).splitlines()
+    first = lines[lines.index("by time") + 1]
+    assert first.startswith("0 (no operators)")
+    assert any(line.startswith("(no operators): code of a layer between the layers inside it") for line in lines)
+
+
 def test_fewer_than_one_are_refused(p: mt.Profile) -> None:
     with pytest.raises(BadQuery, match="expected n of 1 or more, got 0"):
         ranking(p, 0)

@@ -11,7 +11,7 @@ import torch
 
 import microtome as mt
 from microtome import zoo
-from microtome.errors import BadInputs
+from microtome.errors import BadInputs, BadQuery
 from microtome.split.execution.placeholder import Placeholder
 from microtome.zoo.writer import CHARACTERS, WEIGHTS, KVCache, Writer
 from tests.remote.process import ServerProcess
@@ -86,6 +86,12 @@ def test_sampling_depends_on_the_seed_and_keeps_to_the_most_probable(model: Any,
     assert not sample(0).equal(sample(1))
     assert sample(0, top_k=1).equal(model.generate(ids, 20))
     assert sample(0, temperature=1e-4).equal(model.generate(ids, 20))
+
+
+@pytest.mark.parametrize("option", [{"temperature": 0.7}, {"top_k": 5}])
+def test_options_of_draws_are_refused_without_draws(model: Any, ids: torch.Tensor, option: dict[str, Any]) -> None:
+    with pytest.raises(BadQuery, match="expected do_sample=True with temperature= or top_k="):
+        model.generate(ids, 3, **option)
 
 
 def test_a_streamer_gets_the_prompt_and_each_token(model: Any, ids: torch.Tensor) -> None:

@@ -19,7 +19,7 @@ OWN_SHARE = 0.01
 #: The most operators that such a row names.
 _OPERATORS = 3
 #: The name of such a row of a call whose own time is that of Python code alone.
-_NO_OPERATORS = "(no operators)"
+NO_OPERATORS = "(no operators)"
 
 
 class TreeRow(NamedTuple):
@@ -149,7 +149,7 @@ def operators_of(row: Row) -> str:
         (op for op in row.ops if op.flops or op.moved_bytes), key=lambda op: (-(op.flops or 0), -op.moved_bytes)
     )
     names = list(dict.fromkeys(op.name.removeprefix("aten.").partition(".")[0].lstrip("_") for op in ops))
-    return f"({', '.join(names[:_OPERATORS])}{', …' if len(names) > _OPERATORS else ''})" if names else _NO_OPERATORS
+    return f"({', '.join(names[:_OPERATORS])}{', …' if len(names) > _OPERATORS else ''})" if names else NO_OPERATORS
 
 
 def name_in_tree(row: Row) -> str:

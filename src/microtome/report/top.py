@@ -8,6 +8,7 @@ from typing import Any
 
 from microtome.errors import BadQuery
 from microtome.report import table
+from microtome.report.call_tree import NO_OPERATORS, operators_of
 from microtome.report.notes import NOISE, is_noise, noise_note, profile_notes
 from microtome.report.table import Bar, Column, Line, Report, Styled, Table
 from microtome.results.metrics import METRICS, Metric
@@ -80,13 +81,13 @@ def report(profile: Profile, n: int = 10) -> Report:
         for row in rows:
             numbers = {column: _number(metric, row, scales[column]) for column, metric in known.items()}
             cells = [Styled(cell, "bold") if column == name else cell for column, cell in numbers.items()]
-            lines.append(Line((row.address or "(root)", row.type, *cells, _bar(known[name], profile, row, rows[0]))))
+            lines.append(Line((_name(profile, row), row.type, *cells, _bar(known[name], profile, row, rows[0]))))
     is_noisy = any(is_noise(metric, metric.own(row)) for metric in known.values() for row in every)
     noise = [noise_note(profile)] if is_noisy else []
     return Report(
         f"{profile.heading}: the costliest layers",
         (Table(tuple(columns), tuple(lines), has_rules=False),),
-        (*_missing(profile, ranked), *_NOTES, *noise, *profile_notes(profile)),
+        (*_missing(profile, ranked), *_NOTES, *noise, *_between_modules(profile, every), *profile_notes(profile)),
     )
 
 
@@ -94,6 +95,21 @@ _NOTES = (
     "costs are those of a layer itself, without the layers inside it; bars are relative to the first of each section",
     "peak memory: the most live bytes while a layer runs, all weights included, and their share of the model's peak",
 )
+
+
+def _name(profile: Profile, row: Row) -> str:
+    """Return the address of a call, with its own operators if there are calls inside it."""
+    address = row.address or "(root)"
+    return f"{address} {operators_of(row)}" if profile.children(row) else address
+
+
+def _between_modules(profile: Profile, rows: list[Row]) -> Iterator[str]:
+    """Yield what the time of a call without operators of its own is."""
+    if any(profile.children(row) and operators_of(row) == NO_OPERATORS for row in rows):
+        yield (
+            f"{NO_OPERATORS}: code of a layer between the layers inside it, and what other programs took from the "
+            "machine meanwhile"
+        )
 
 
 def _missing(profile: Profile, ranked: dict[str, tuple[Row, ...]]) -> Iterator[str]:

@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from microtome.errors import BadInputs
+from microtome.errors import BadInputs, BadQuery
 from microtome.zoo.models import MLP
 
 #: The weights, as float16.
@@ -106,7 +106,7 @@ class Writer(nn.Module):
         max_new_tokens: int = 50,
         *,
         do_sample: bool = False,
-        temperature: float = 1.0,
+        temperature: float | None = None,
         top_k: int | None = None,
         streamer: Any = None,
     ) -> Tensor:
@@ -115,18 +115,24 @@ class Writer(nn.Module):
         Args:
             input_ids: The tokens of the prompt, (batch, length).
             do_sample: Draw tokens with torch's random numbers, instead of choosing the most probable ones.
+            temperature: Divides the logits before a draw; None: 1.
+            top_k: Draw among so many of the most probable tokens; None: among all.
             streamer: Receives the prompt and then each token by its method `put`; `end` is called after the last.
 
         Returns:
             The prompt and the new tokens, (batch, length).
         """
+        if not do_sample and (temperature, top_k) != (None, None):
+            raise BadQuery("expected do_sample=True with temperature= or top_k=: without it, no token is drawn")
+        if temperature is None:
+            temperature = 1.0 if do_sample else 0.0
         tokens, new, cache = input_ids, input_ids, KVCache()
         if streamer is not None:
             streamer.put(input_ids)
         for _ in range(max_new_tokens):
             output = self(input_ids=new, cache=cache)
             cache = output["cache"]
-            new = _choose(output["logits"][:, -1], temperature if do_sample else 0.0, top_k)
+            new = _choose(output["logits"][:, -1], temperature, top_k)
             tokens = torch.cat([tokens, new], dim=1)
             if streamer is not None:
                 streamer.put(new[:, 0])
