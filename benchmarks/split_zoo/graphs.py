@@ -78,7 +78,7 @@ def prove(entry: Entry) -> Iterator[tuple[str, str]]:
             for one, crossing, output in zip(given, expected, outputs, strict=True):
                 shapes = {name: list(tensor.shape) for name, tensor in named_inputs(model, one).items()}
                 boundary = mt.Boundary(at, tail.fingerprint, crossing, {"input_shapes": shapes})
-                found = _describe(lambda: _compare("facts", _outputs_of(tail(boundary)), output, 0.0))  # noqa: B023
+                found = _describe(lambda: _compare("facts", _outputs_of(tail(boundary)), output, _TOLERANCE))  # noqa: B023
                 is_broken = found.startswith("refused") and "derive" not in found
                 yield f"{at} facts", f"wrong: facts {found}" if is_broken else found
 

@@ -68,19 +68,23 @@ UNCHECKED = {
     "count_compiled_graphs": "needs dynamo, which is slow to import; for a warning",
     "disable_dynamo": "needs dynamo, which is slow to import",
     "disabled_torch_function": "is Tensor's own, tested by torch",
+    "divisions": "goes with `size_functions`",
     "grouped_product_output": "needs decompositions, which are slow to import",
     "interpret_sizes": "captures graphs alone, which are compared with the stage",
     "is_compiled_function": "needs dynamo, which is slow to import; for a note",
     "is_dynamo_imported": "reads sys.modules",
     "is_functorch_wrapped": "needs functorch, which is slow to import",
     "is_profiler_enabled": "needs a profiler, which is slow to start",
+    "keep_interpolations": "captures graphs alone, which are compared with the stage",
     "make_fx": "captures graphs alone, which are compared with the stage",
     "mode_flags": "a missing flag is not restored",
+    "on_backward_end": "without its callback, steps of training are refused",
     "own_buffers": "is checked as `_buffers`",
     "own_children": "is checked as `_modules`",
     "own_parameters": "is checked as `_parameters`",
     "pad_packed_sequence": "goes with `pack_padded_sequence`",
     "set_mode_flags": "a missing flag is not restored",
+    "size_functions": "captures graphs alone, which are compared with the stage",
 }
 
 

@@ -66,6 +66,44 @@ def test_a_tail_behind_a_stride_raises_for_sizes_of_another_branch(
         compiled(head(torch.randn(other)))
 
 
+class Interpolates(nn.Module):
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.first, self.last, self.options = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1), options
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.last(nn.functional.interpolate(self.first(x), **self.options))
+        return output
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scale_factor": 2},
+        {"scale_factor": 1.5, "mode": "nearest-exact"},
+        {"scale_factor": 2, "mode": "bilinear"},
+        {"size": (9, 7), "mode": "bicubic", "align_corners": True},
+        {"size": (5, 6), "mode": "bilinear", "antialias": True},
+        {"scale_factor": 0.7, "mode": "bicubic", "antialias": True},
+    ],
+    ids=str,
+)
+def test_interpolations_are_exact_in_graphs(options: dict[str, Any]) -> None:
+    model = Interpolates(options).eval()
+    head, tail = mt.split(model, torch.randn(2, 3, 16, 16), at="first")
+    graph = tail.graph()
+    assert (graph.meta["shapes"], graph.meta["verified"]) == ("first[s0, 4, s1, s2]", "bit-equal")
+    image = torch.randn(3, 3, 20, 26)
+    assert graph(head(image).tensors["first"])["output"].equal(model(image))
+
+
+def test_capturing_leaves_the_kernels_of_interpolations() -> None:
+    ops = torch.ops.aten.upsample_bilinear2d.vec, torch.ops.aten.upsample_bilinear2d.default
+    before = [dict(op.py_kernels) for op in ops]
+    mt.split(Interpolates({"scale_factor": 2}).eval(), torch.randn(2, 3, 16, 16), at="first")[1].graph()
+    assert [op.py_kernels for op in ops] == before
+
+
 class Padded(nn.Module):
     """Pads as TensorFlow does, by a size that is divided and rounded up."""
 

@@ -16,7 +16,7 @@ from microtome.engine.fingerprint import named_weights
 from microtome.engine.meta_run import substitute_tensors
 from microtome.engine.pytree import map_tensors, tensors_in
 from microtome.engine.symbolic_shapes import ShapeCheck, SymbolicShapes
-from microtome.engine.torch_internals import interpret_sizes, make_fx
+from microtome.engine.torch_internals import interpret_sizes, keep_interpolations, make_fx
 from microtome.errors import MicrotomeError, Unsupported, describe_error
 from microtome.inputs import Inputs
 
@@ -65,8 +65,9 @@ def capture_run(
             return tuple(map(tuple, run(Inputs(*args, **kwargs))))
 
         try:
-            recorded = make_fx(run_on)(*tensors)
-            functional = make_fx(torch.func.functionalize(recorded, remove="mutations"))(*tensors)
+            with keep_interpolations():
+                recorded = make_fx(run_on)(*tensors)
+                functional = make_fx(torch.func.functionalize(recorded, remove="mutations"))(*tensors)
         except MicrotomeError:
             raise
         except Exception as error:  # whatever the code of the model or of an operator raises on fake tensors
@@ -111,7 +112,9 @@ def insert_checks(graph: fx.GraphModule, shapes: ShapeCheck, first: int = 0) -> 
         }
         for condition, text in list(zip(shapes.conditions, shapes.spell_conditions(), strict=True))[first:]:
             message = f"expected sizes with {text} in {shapes.describe()}"
-            graph.graph.call_function(_aten._assert_scalar.default, (interpret_sizes(condition, sizes).node, message))
+            met = interpret_sizes(condition, sizes)
+            if met is not True:  # for all sizes
+                graph.graph.call_function(_aten._assert_scalar.default, (getattr(met, "node", met), message))
         for size in () if first else sizes.values():
             message = f"expected sizes of 1 or more in {shapes.describe()}"
             met = graph.graph.call_function(operator.ge, (size.node, 1))

@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from operator import attrgetter
 from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -31,6 +33,7 @@ def unsupported_torch(symbol: str, problem: str) -> Unsupported:
 
 try:
     from torch._C import DisableTorchFunction as DisableTorchFunction
+    from torch._C import DispatchKey
     from torch._ops import HigherOrderOperator as HigherOrderOperator
     from torch._ops import OpOverload as OpOverload
     from torch._ops import OpOverloadPacket as OpOverloadPacket
@@ -251,6 +254,49 @@ def make_fx(function: Callable[..., Any]) -> Callable[..., Any]:
         raise unsupported_torch("torch.fx.experimental.proxy_tensor", f"cannot be imported ({error})") from error
     traced: Callable[..., Any] = proxy_tensor.make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)
     return traced
+
+
+#: The operators that interpolate. Their overload `vec` takes a size or scale factors, `default` a size and scales.
+_INTERPOLATIONS = (
+    *(f"upsample_nearest{dims}d" for dims in (1, 2, 3)),
+    *(f"_upsample_nearest_exact{dims}d" for dims in (1, 2, 3)),
+    *("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d"),
+    *("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"),
+)
+
+
+@contextmanager
+def keep_interpolations() -> Iterator[None]:
+    """Keep `make_fx` from decomposing interpolations, since the decompositions round differently.
+
+    They are Python kernels of the operators, which are replaced for the block in the whole process.
+    """
+    before: list[tuple[Any, dict[Any, Any]]] = []
+    try:
+        for name in _INTERPOLATIONS:
+            packet = getattr(torch.ops.aten, name)
+            for overload in packet.default, packet.vec:
+                before.append((overload, dict(overload.py_kernels)))
+                for key in DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd:
+                    overload.py_kernels.pop(key, None)
+            packet.vec.py_kernels[DispatchKey.CompositeImplicitAutograd] = partial(_interpolate, packet.default)
+            packet.default._dispatch_cache.clear()
+            packet.vec._dispatch_cache.clear()
+        yield
+    finally:
+        for overload, kernels in before:
+            overload.py_kernels.clear()
+            overload.py_kernels.update(kernels)
+            overload._dispatch_cache.clear()
+
+
+def _interpolate(function: OpOverload, x: Tensor, size: Any, *others: Any) -> Any:
+    """Call the overload `default` of an operator with the arguments of `vec`."""
+    *align_corners, scales = others
+    if size is None:
+        factors = zip(x.shape[2:], scales, strict=True)
+        size = [n * int(s) if int(s) == s else torch.sym_int(torch.sym_float(n) * s) for n, s in factors]
+    return function(x, list(size), *align_corners, *(scales or [None] * len(size)))
 
 
 def interpret_sizes(expression: Any, sizes: Mapping[Any, Any]) -> Any:
