@@ -107,7 +107,15 @@ QUIET = Timing(Spread(1.0, 0.99, 1.01, 0.98, 1.02, 30, 0), 1.01, 1e-6, 2)
         (replace(QUIET, ratio=0.8), "passes with time stamps were faster than passes without. Close other programs"),
         (
             replace(QUIET, bare=Spread(1.0, 0.8, 1.2, 0.9, 1.1, 30, 0)),
-            "the interquartile range .* is 800 ms to 1.2 s. Close",
+            "the interquartile range of the passes without time stamps is 800 ms to 1.2 s. Close",
+        ),
+        (
+            replace(QUIET, backward=QUIET.bare, backward_ratio=0.5),
+            "backwards with time stamps were faster than backwards without. Close",
+        ),
+        (
+            replace(QUIET, backward=Spread(1.0, 0.8, 1.2, 0.9, 1.1, 30, 0), backward_ratio=1.5),
+            "the interquartile range of the backwards without time stamps is 800 ms to 1.2 s. Close",
         ),
     ],
 )
@@ -116,6 +124,7 @@ def test_times_of_a_busy_machine_are_said_to_be_so_once(profile: mt.Profile, tim
     assert len(notes) == 1
     assert re.search(reason, notes[0])
     assert notes[0].endswith("measure more passes with repeat=")
+    assert not any(note.startswith("time stamps add") for note in profile_notes(replace(profile, timing=timing)))
     first = caveats(replace(profile, timing=timing, unavailable={"energy": "no sensor"}))[0]
     assert first == f"{notes[0].replace('this', 'This', 1)}."
 

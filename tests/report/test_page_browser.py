@@ -306,6 +306,21 @@ def test_time_below_the_measured_depth_is_not_that_of_operators(opened: Open) ->
     assert "not measured" not in " ".join(tab.texts("[id='section:tree'] .key span"))
 
 
+def test_the_key_tells_time_without_operators_from_that_of_operators(opened: Open) -> None:
+    p = mt.profile(nn.Sequential(Functional(), nn.Identity()), "8x8")
+    own = {"": 1.0, "0": 2.0}  # the second runs a product besides the call inside it
+    whole = {"": 4.0, "0": 3.0, "1": 0.0}
+    rows = [
+        replace(row, time_s=whole.get(row.address, 1.0), own=replace(row.own, time_s=own.get(row.address, 1.0)))
+        for row in p
+    ]
+    tab = opened(replace(p, calls=tuple(rows)).to_html())
+    tab.page.locator("[id='section:tree']").get_by_label("Size", exact=True).select_option("time_s")
+    key = tab.texts("[id='section:tree'] .key span")
+    assert "(no operators) 25.0 %" in key
+    assert "(mm) 50.0 %" in key
+
+
 def test_a_permalink_zooms_the_tree(opened: Open, page: str) -> None:
     tab = opened(page, at="#layer2.0")
     tree = tab.page.locator(".icicle")

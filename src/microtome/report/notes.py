@@ -106,15 +106,25 @@ def _gpu(where: dict[str, str]) -> str:
 
 def _noise(profile: Profile, timing: Timing) -> Iterator[str]:
     """Yield a note with the reasons if the times are unreliable."""
-    bare, reasons = timing.bare, []
-    if timing.ratio < _FASTER and timing.is_same_code:
-        reasons.append("passes with time stamps were faster than passes without")
-    if bare.q3 - bare.q1 > _WIDE * bare.median:
-        reasons.append(f"the interquartile range of the passes is {seconds(bare.q1)} to {seconds(bare.q3)}")
-    if bare.count >= FEW and (row := _exceeded(profile)) is not None:
+    reasons = []
+    for name, bare, ratio in (
+        ("passes", timing.bare, timing.ratio),
+        ("backwards", timing.backward, timing.backward_ratio),
+    ):
+        if ratio is not None and ratio < _FASTER and timing.is_same_code:
+            reasons.append(f"{name} with time stamps were faster than {name} without")
+        if bare is not None and _is_wide(bare):
+            middle = f"{seconds(bare.q1)} to {seconds(bare.q3)}"
+            reasons.append(f"the interquartile range of the {name} without time stamps is {middle}")
+    if timing.bare.count >= FEW and (row := _exceeded(profile)) is not None:
         reasons.append(f"the calls inside {row.address or 'the model'} sum up to more than its own time")
     if reasons:
         yield _too_busy("; ".join(reasons))
+
+
+def _is_wide(bare: Spread) -> bool:
+    """Whether passes took so different times that other programs must have run meanwhile."""
+    return bare.q3 - bare.q1 > _WIDE * bare.median
 
 
 def _too_busy(reason: str) -> str:
@@ -202,8 +212,13 @@ def _timing(profile: Profile, timing: Timing) -> Iterator[str]:
 
 
 def is_disturbed(timing: Timing) -> bool:
-    """Whether time stamps have changed the measured times; not known if passes without them ran other code."""
-    return timing.is_same_code and max(timing.ratio, timing.backward_ratio or 0.0) > _DISTURBED
+    """Whether time stamps have changed the measured times.
+
+    Not known if passes without them ran other code, or took so different times that these explain the difference.
+    """
+    pairs = (timing.bare, timing.ratio), (timing.backward, timing.backward_ratio)
+    ratios = [ratio for bare, ratio in pairs if bare is not None and ratio is not None and not _is_wide(bare)]
+    return timing.is_same_code and max(ratios, default=0.0) > _DISTURBED
 
 
 def _depth(profile: Profile) -> Iterator[str]:

@@ -39,6 +39,8 @@ def track(
 ) -> Tracker:
     """Track which module of a model, or of the whole process, runs.
 
+    In a backward, calls are known whose forward ran in the block, too.
+
     Args:
         model: The model. None tracks every module, named by the class of its root: `Net.layer1.0`.
         on_enter: Called as `on_enter(call, phase)` when a call begins. The phase is `"forward"`, `"backward"`, or

@@ -8,6 +8,8 @@ const GREY = [200, 206, 212];
 const EXCESS = 0.001;
 // What several calls run besides the calls inside them.
 const BETWEEN = "operators between modules";
+// What calls take that run no operator besides those inside them.
+const NO_OPERATORS = "(no operators)";
 const UNMEASURED = "not measured by layer";
 
 function icicle(view) {
@@ -97,11 +99,12 @@ function icicle(view) {
     const others = ranked.filter((one) => !isNamed(one));
     if (others.length) entries.push([rgb(OTHER_KIND), `${others.length === 1 ? CALLS.types[others[0][0]] : `${others.length} other kinds`}${part(others.reduce((sum, [, cost]) => sum + cost, 0))}`]);
     if (all.some((at) => CHILDREN[at].length)) entries.push([ink("box"), "holds other modules"]);
-    for (const kind of [false, true]) {
-      const rests = all.filter((at) => isUnmeasured(at) === kind && own(at));
+    const kindOfRest = (at) => (isUnmeasured(at) ? UNMEASURED : restName(at) === NO_OPERATORS ? NO_OPERATORS : BETWEEN);
+    for (const kind of [BETWEEN, NO_OPERATORS, UNMEASURED]) {
+      const rests = all.filter((at) => own(at) && kindOfRest(at) === kind);
       const rest = rests.reduce((sum, at) => sum + own(at), 0);
       const names = new Set(rests.map(restName));
-      if (rest > EXCESS * costs[focus]) entries.push([HATCHED, `${names.size === 1 ? [...names][0] : BETWEEN}${part(rest)}`]);
+      if (rest > EXCESS * costs[focus]) entries.push([HATCHED, `${names.size === 1 ? [...names][0] : kind}${part(rest)}`]);
     }
     return entries;
   }
