@@ -147,11 +147,11 @@ def test_an_edge_names_what_the_server_cannot_do(model: Model, python: Path, edg
     save_image(edge)
     other, x = zoo.build("tiny-vit")
     tail = mt.split(*model, at="layer1")[1]
-    for served, message in (
-        (other, f"expected the fingerprint {server.served.fingerprint}, got "),
-        (tail, f"does not serve the cut at '{CUT}'"),
+    for served, inputs, message in (
+        (other, x, f"expected the fingerprint {server.served.fingerprint}, got "),
+        (tail, None, f"does not serve the cut at '{CUT}'"),
     ):
-        with mt.serve(served, x, listen="127.0.0.1:0") as another:
+        with mt.serve(served, inputs, listen="127.0.0.1:0") as another:
             done = run([python, "edge.py", "head.onnx", another.address, "x=x.npy"], edge)
         assert done.returncode == 1
         assert another.address in done.stderr

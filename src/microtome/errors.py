@@ -154,9 +154,12 @@ def describe_value(value: object) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Format an exception as one sanitized line: its type, then the first line of its message."""
+    """Format an exception as one sanitized line: its type, then its message to the end of the first sentence.
+
+    That is the first line, and the next one if the first ends in a colon.
+    """
     # str() of a SyntaxError also names the file and line, which its callers report themselves.
     lines = str(error.msg if isinstance(error, SyntaxError) else error).strip().splitlines()
-    text = lines[0] if lines else ""
+    text = " ".join(line.strip() for line in lines[: 1 + lines[0].rstrip().endswith(":")]) if lines else ""
     text = sanitize_text(text[:300]) + ("…" if len(text) > 300 else "")
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

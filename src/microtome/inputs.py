@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from microtome.errors import BadInputs, MicrotomeError
 from microtome.units import shape, some
 
+#: The beginning of a note of an error of the model, before its inputs.
+RAN_ON = "The model ran on "
 _PART = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<shape>\d+(?:x\d+)*)(?::(?P<dtype>\w+))?")
 
 
@@ -109,7 +111,7 @@ class Inputs:
         except Exception as error:
             notes = list(self._notes(model, error))
             if not notes and not isinstance(error, MicrotomeError):
-                notes = [f"The model ran on {self!r:.400}."]
+                notes = [f"{RAN_ON}{self!r:.400}."]
             for note in notes:
                 error.add_note(note)
             raise

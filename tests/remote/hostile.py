@@ -57,6 +57,7 @@ class Hostile:
             "cuts": served.cuts,
             "max_message": 1 << 28,
             "batch": 1,
+            "any_stage": served.any_stage,
         }
         data: bytes = protocol.HelloReply(**(fields | self.hello)).SerializeToString()
         return data

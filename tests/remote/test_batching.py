@@ -498,7 +498,7 @@ def test_batches_of_a_server_that_cannot_verify_them_are_refused() -> None:
     stage = mt.split(model, x, at="layer1")[1]
     with pytest.raises(BadQuery, match="expected batch=1 for a stage, got 8: .* Serve the whole model"):
         mt.serve(stage, listen="127.0.0.1:0", batch=8)
-    with pytest.raises(BadQuery, match="expected batch=1 of a server that trains, got 8"):
+    with pytest.raises(BadQuery, match="expected no concurrency= and no batch= of a server that trains"):
         mt.serve(model, x, listen="127.0.0.1:0", batch=8, optimizer=torch.optim.Adam)
     with pytest.raises(BadQuery, match="expected a batch of 1 or more requests, got True"):
         mt.serve(model, x, listen="127.0.0.1:0", batch=True)

@@ -378,7 +378,7 @@ def test_mistakes_are_explained_before_anything_is_computed(
             ):
                 connected(model, x, a, b, **{name: time})
     for codec in (5, ["raw"], None):
-        with pytest.raises(BadQuery, match="expected the name of a codec, such as 'zstd', got"):
+        with pytest.raises(BadQuery, match="expected the name of a codec, such as 'raw' or 'zstd', got"):
             connected(model, x, a, b, codec=codec)
     stage = mt.split(model, x, at=CUTS)[0]
     with pytest.raises(BadQuery, match=r"expected 1 server for 1 cut, got 2: name every cut, at=\[…\]"):

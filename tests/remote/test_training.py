@@ -225,25 +225,23 @@ def test_the_optimizer_may_train_parameters_beside_those_of_the_model(tmp_path: 
     def with_scale(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         return make_optimizer([*parameters, scale_here])
 
-    with (
-        serving(there, checkpoint=tmp_path / "there") as server,
-        connect(here, server.address, at="1", optimizer=with_scale, checkpoint=tmp_path / "here") as remote,
-    ):
-        for step in range(3):
-            inputs, target = batch_of(step)
-            optimizer.zero_grad()
-            for model, factor in ((remote, scale_here), (whole, scale)):
-                cross_entropy(model(inputs) * factor, target).backward()
-            remote.step()
-            optimizer.step()
-        check_equal(whole, here, there, range(2))
-        assert scale_here.equal(scale)
-        (remote(inputs).sum() * scale_here).backward()
-        remote.zero_grad()
-        assert scale_here.grad is None
+    with serving(there, checkpoint=tmp_path / "there") as server:
+        with connect(here, server.address, at="1", optimizer=with_scale, checkpoint=tmp_path / "here") as remote:
+            for step in range(3):
+                inputs, target = batch_of(step)
+                optimizer.zero_grad()
+                for model, factor in ((remote, scale_here), (whole, scale)):
+                    cross_entropy(model(inputs) * factor, target).backward()
+                remote.step()
+                optimizer.step()
+            check_equal(whole, here, there, range(2))
+            assert scale_here.equal(scale)
+            (remote(inputs).sum() * scale_here).backward()
+            remote.zero_grad()
+            assert scale_here.grad is None
+        until(lambda: run_of(server)._owner is None, 30)
     trained = scale_here.detach().clone()
     scale_here.data.zero_()
-    until(lambda: run_of(server)._owner is None, 30)
     with (
         serving(blocks(), checkpoint=tmp_path / "there") as server,
         connect(blocks(), server.address, at="1", optimizer=with_scale, checkpoint=tmp_path / "here") as remote,

@@ -452,7 +452,7 @@ def test_a_compiled_stage_is_served_and_connected() -> None:
     model, x, head, tail = split_small()
     first, last = head.compile(backend="eager"), tail.compile(backend="eager")
     with (
-        mt.serve(last, x, listen="127.0.0.1:0") as server,
+        mt.serve(last, listen="127.0.0.1:0") as server,
         mt.connect(first, None, server.address, codec="raw") as remote,
     ):
         for image in (x, torch.randn(3, 3, 40, 48)):
@@ -503,7 +503,7 @@ def test_inductor_compiles_stages_that_are_served() -> None:
         assert re.fullmatch(r"bit-equal|the outputs differ by at most \S+, of numbers up to \S+", stage.verified)
     images = [x, torch.randn(3, 3, 40, 48), torch.randn(1, 3, 32, 32)]
     with (
-        mt.serve(last, x, listen="127.0.0.1:0") as server,
+        mt.serve(last, listen="127.0.0.1:0") as server,
         mt.connect(first, None, server.address, codec="raw") as remote,
     ):
         outputs = [remote(image) for image in images]

@@ -280,6 +280,8 @@ def serve(
         raise BadQuery(f"expected a number of sessions of 0 or more, got {sessions!r}")
     if optimizer is None and (loss, checkpoint) != (None, None):
         raise BadQuery("expected optimizer= of a server that trains, got loss= or checkpoint= without it")
+    if optimizer is not None and not isinstance(model, nn.Module):
+        raise BadQuery(f"expected the whole model of a server that trains, got {describe_value(model)}")
     if optimizer is not None and (concurrency, batch) != (1, 1):
         raise BadQuery("expected no concurrency= and no batch= of a server that trains, which answers one client")
     if not isinstance(checkpoint_every, int) or checkpoint_every < 1:
@@ -294,8 +296,6 @@ def serve(
     served: InferenceBackend
     if optimizer is not None:
         options = TrainingOptions(optimizer, loss, checkpoint, checkpoint_every, parse_size(train_memory), idle_s)
-        if batch > 1:
-            raise BadQuery(f"expected batch=1 of a server that trains, got {batch}")
         served = _make_training(model, inputs, options)
         concurrency = 1
     elif isinstance(model, ExportedStage):
@@ -313,7 +313,7 @@ def _check_stage_options(model: object, inputs: object, batch: int) -> None:
     if not isinstance(model, Stage | ExportedStage):
         return
     if inputs is not None:
-        raise BadQuery(f"expected no inputs with a stage, which has its example, got {inputs!r:.200}")
+        raise BadQuery(f"expected no inputs with a stage, which has its example, got {describe_value(inputs)}")
     if batch > 1:
         raise BadQuery(
             f"expected batch=1 for a stage, got {batch}: batches are verified by running the stages before it, "
@@ -321,9 +321,7 @@ def _check_stage_options(model: object, inputs: object, batch: int) -> None:
         )
 
 
-def _make_training(model: Any, inputs: Any, options: TrainingOptions) -> TrainingBackend:
-    if not isinstance(model, nn.Module):
-        raise BadQuery(f"expected the whole model of a server that trains, got {model!r:.200}")
+def _make_training(model: nn.Module, inputs: Any, options: TrainingOptions) -> TrainingBackend:
     if not callable(options.optimizer):
         raise BadQuery(
             "expected a function that makes an optimizer from the parameters of the tail, which depend on the cut, got "

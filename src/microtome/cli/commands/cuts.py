@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, get_args
 import click
 
 from microtome.cli.interrupts import import_torch
-from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
+from microtome.cli.options.model import ModelOptions, model_options
 from microtome.cli.options.numbers import WholeNumber
 from microtome.cli.options.outputs import Outputs, output_options
-from microtome.cli.options.prompt import check_prompt, find_cuts, note_base_model, prefill_option
+from microtome.cli.options.prompt import check_prompt, find_cuts, note_base_model, prefill_option, prompt_errors
 from microtome.cli.options.repetition import Command
 from microtome.cli.progress import show_progress
 from microtome.results.cuts import By
@@ -47,7 +47,7 @@ def cuts(
     from microtome.report.table import text as report_text
 
     def find(resolved: Resolved) -> Cuts:
-        with show_progress(f"cutting {model.name}"), wrap_model_errors(resolved), torch.no_grad():
+        with show_progress(f"cutting {model.name}"), prompt_errors(resolved, prefill), torch.no_grad():
             return find_cuts(resolved, prefill)[0]
 
     resolved, result = model.count(find, how=lambda found: found.how, one_pass=prefill is None)

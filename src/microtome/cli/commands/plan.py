@@ -10,10 +10,10 @@ import click
 from microtome.cli.completion import complete_file
 from microtome.cli.interrupts import import_torch
 from microtome.cli.options.choices import OBJECTIVES, SCHEDULES
-from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
+from microtome.cli.options.model import ModelOptions, model_options
 from microtome.cli.options.numbers import Number, WholeNumber
 from microtome.cli.options.outputs import Outputs, output_options
-from microtome.cli.options.prompt import check_prompt, find_cuts, note_base_model
+from microtome.cli.options.prompt import check_prompt, find_cuts, note_base_model, prompt_errors
 from microtome.cli.options.repetition import Command
 from microtome.cli.progress import show_progress
 
@@ -176,7 +176,7 @@ def _find_cuts(resolved: Resolved, prompt: int | None, codecs: tuple[str, ...] =
 
     from microtome.plan.codec_benchmark import codec_costs
 
-    with show_progress(f"cutting {resolved.name}"), wrap_model_errors(resolved), torch.no_grad():
+    with show_progress(f"cutting {resolved.name}"), prompt_errors(resolved, prompt), torch.no_grad():
         cuts, inputs = find_cuts(resolved, prompt)
         if not codecs:
             return cuts, None

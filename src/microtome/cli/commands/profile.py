@@ -14,7 +14,7 @@ from microtome.cli.options.choices import CONVENTIONS, DEVICE_TIMES, SOURCES
 from microtome.cli.options.model import ModelOptions, model_options, wrap_model_errors
 from microtome.cli.options.numbers import Number, WholeNumber
 from microtome.cli.options.outputs import Outputs, check_opened, open_option, open_page, output_options
-from microtome.cli.options.prompt import check_prompt, make_prompt, note_base_model, prefill_option
+from microtome.cli.options.prompt import check_prompt, make_prompt, note_base_model, prefill_option, prompt_errors
 from microtome.cli.options.repetition import Command, list_option
 from microtome.cli.options.requirements import refuse_options
 from microtome.cli.progress import print_notes, show_progress
@@ -129,7 +129,7 @@ def profile(
         description = f"{'measuring' if measure else 'counting'} {model.name}"
         with (
             show_progress(description) as progress,
-            wrap_model_errors(resolved),
+            prompt_errors(resolved, prefill),
             torch.set_grad_enabled(options["backward"]),
         ):
             inputs = resolved.inputs if prefill is None else make_prompt(resolved, prefill).inputs

@@ -270,6 +270,7 @@ def wrap_model_errors(
     except MicrotomeError:
         raise
     except Exception as error:
+        from microtome.inputs import RAN_ON
         from microtome.user_code import line_of
 
         reason = f"{describe_error(error).rstrip('.')}{line_of(error, resolved.file)}"
@@ -281,7 +282,8 @@ def wrap_model_errors(
             hint = ""
         inputs = resolved.arguments if get_inputs is None else get_inputs()
         message = f"{resolved.name} does not run on {inputs}: {reason}{hint}"
-        raise BadInputs("\n  ".join([message, *getattr(error, "__notes__", [])])) from error
+        notes = [note for note in getattr(error, "__notes__", ()) if not note.startswith(RAN_ON)]
+        raise BadInputs("\n  ".join([message, *notes])) from error
 
 
 def _may_be_about_inputs(error: Exception) -> bool:

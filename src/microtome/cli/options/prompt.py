@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from microtome.cli.options.model import ModelOptions
+from microtome.cli.options.model import ModelOptions, wrap_model_errors
 from microtome.cli.options.numbers import WholeNumber
 from microtome.cli.progress import print_notes
 
@@ -52,6 +53,17 @@ def make_prompt(resolved: Resolved, length: int) -> Prompt:
     from microtome.trace.phases import Prompt
 
     return Prompt.of(resolved.model, resolved.inputs).resized(length)
+
+
+def prompt_errors(resolved: Resolved, length: int | None) -> AbstractContextManager[None]:
+    """Do as `wrap_model_errors`, for a run on the model's inputs, or on a prompt of so many tokens."""
+    if length is None:
+        return wrap_model_errors(resolved)
+    from microtome.engine.argument_names import describe_arguments
+
+    return wrap_model_errors(
+        resolved, lambda: describe_arguments(resolved.model, make_prompt(resolved, length).inputs), hint=""
+    )
 
 
 def find_cuts(resolved: Resolved, length: int | None) -> tuple[Cuts, Inputs]:

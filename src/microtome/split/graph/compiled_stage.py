@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from threading import Lock
+from threading import RLock
 from typing import Any
 
 import torch
@@ -25,13 +25,16 @@ from microtome.split.state.stage_state import StageState
 
 #: The most shapes of inputs whose facts are kept.
 _MAX_SHAPES = 1000
+#: Held while a compiled stage runs, eagerly or compiled: sessions make dynamo run all code eagerly meanwhile, also that
+#: of other threads.
+_lock = RLock()
 
 
 class CompiledStage(Stage):
     """A stage that runs a compiled graph, with the same boundaries.
 
     The facts of a boundary depend on the shapes of the inputs alone: for shapes that are new, the stage runs eagerly.
-    Several threads may run it; they take turns, since dynamo compiles and looks up compiled code in no safe way.
+    Several threads may run compiled stages; they take turns.
 
     Attributes:
         graph_info: The graph, before it was compiled.
@@ -49,7 +52,6 @@ class CompiledStage(Stage):
         self.graph_info = graph
         self._run_graph = run
         self._facts: OrderedDict[Any, BoundaryRecord] = OrderedDict()  # the least recently used first
-        self._lock = Lock()
         if stage.ends is None and graph.plain is None:
             raise Unsupported("the model returns numbers that depend on shapes, which a compiled stage cannot return")
         self.verified = "not verified: the example is not here" if example is None else self._verify(example)
@@ -81,7 +83,8 @@ class CompiledStage(Stage):
         key = self._key(boundary, inputs)
         record = self._find_facts(key)
         if record is None:  # of shapes that are new
-            found: Boundary = self._eager.run(args, kwargs, release=release)
+            with _lock:
+                found: Boundary = self._eager.run(args, kwargs, release=release)
             self._keep_facts(key, found)
             return found
         outputs = self._call(inputs)
@@ -90,7 +93,7 @@ class CompiledStage(Stage):
         return Boundary(self.ends.at, self.fingerprint, outputs, record)
 
     def _find_facts(self, key: Any) -> BoundaryRecord | None:
-        with self._lock:
+        with _lock:
             if key in self._facts:
                 self._facts.move_to_end(key)
             return self._facts.get(key)
@@ -103,7 +106,7 @@ class CompiledStage(Stage):
                 f"example, got {', '.join(found.tensors)}: use the stage that was compiled for these inputs"
             )
         assert isinstance(found.record, BoundaryRecord)
-        with self._lock:
+        with _lock:
             self._facts[key] = found.record
             if len(self._facts) > _MAX_SHAPES:
                 self._facts.popitem(last=False)
@@ -149,7 +152,7 @@ class CompiledStage(Stage):
         return shapes, repr(boundary.facts) if record is None else repr(record)
 
     def _call(self, tensors: list[Tensor]) -> dict[str, Tensor]:
-        with torch.no_grad(), self._lock:
+        with torch.no_grad(), _lock:
             try:
                 return self._run_graph(*tensors)
             except Exception as error:  # whatever the compiler raises

@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
-from microtome.errors import BadBoundary, BadFile, BadInputs, BadQuery, MicrotomeError, Unsupported, describe_error
+from microtome.errors import (
+    BadBoundary,
+    BadFile,
+    BadInputs,
+    BadQuery,
+    MicrotomeError,
+    Unsupported,
+    describe_error,
+    describe_value,
+)
 from microtome.files.reading import File, read_bytes
 from microtome.files.types import find_mismatch, from_plain, to_plain
 from microtome.split.boundary.boundary import Boundary
@@ -207,6 +216,11 @@ class ExportedStage:
         """Raise if the program is not for these dtypes and shapes."""
         inputs = self.details.inputs
         for (name, expected), tensor in zip(inputs.items(), tensors, strict=True):
+            if not isinstance(tensor, Tensor):
+                raise BadInputs(
+                    f"{self.file}: expected {name!r} as a Tensor, got {describe_value(tensor)}: pass "
+                    "torch.as_tensor(...) of it"
+                )
             if len(expected.shape) != tensor.dim() or str(tensor.dtype) != f"torch.{expected.dtype}":
                 raise BadInputs(
                     f"{self.file}: expected {name!r} of {expected.dtype} and shape [{', '.join(expected.shape)}], got "

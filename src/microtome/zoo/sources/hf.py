@@ -75,6 +75,8 @@ def _make_config(transformers: ModuleType, name: str, args: dict[str, Any]) -> A
     else:
         values = _read_config(transformers, name)
         config_class = transformers.CONFIG_MAPPING[values["model_type"]]
+    if "architectures" in args:
+        args = args | {"architectures": _check_architectures(transformers, name, args["architectures"])}
     try:
         default = config_class.from_dict(values) if values else config_class()
         for key in args:
@@ -87,6 +89,17 @@ def _make_config(transformers: ModuleType, name: str, args: dict[str, Any]) -> A
         raise
     except Exception as error:
         raise BuildFailed(f"cannot make the configuration of hf:{name}: {describe_error(error)}") from error
+
+
+def _check_architectures(transformers: ModuleType, name: str, architectures: Any) -> list[str]:
+    """Return the names of classes, of which there may be one without a list; raise if transformers lacks one."""
+    classes = [architectures] if isinstance(architectures, str) else list(architectures or ())
+    for one in classes:
+        if not isinstance(one, str) or not hasattr(transformers, one):
+            near = difflib.get_close_matches(str(one).strip("[]'\""), dir(transformers), n=3)
+            hint = f" Did you mean {' or '.join(near)}?" if near else ""
+            raise BuildFailed(f"hf:{name}: transformers has no class {one!r}.{hint}")
+    return classes
 
 
 def _read_config(transformers: ModuleType, folder: str) -> dict[str, Any]:

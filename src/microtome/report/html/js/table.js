@@ -13,7 +13,7 @@ function layerTable(grid) {
   const longest = (texts) => texts.reduce((most, text) => Math.max(most, text.length), 0);
   const columns = [
     { name: "type", header: "module", label: "module", text: typeOf, cell: kindCell, width: 132, wish: Math.min(7.6 * longest(CALLS.types) + 42, 230) },
-    { name: "output", header: "output", label: "output", text: (at) => CALLS.output[callOf(at)], width: 128, wish: Math.min(7.6 * longest(CALLS.output) + 24, 230) },
+    { name: "output", header: "output", label: "output", text: (at) => (isOwn(at) ? "" : CALLS.output[callOf(at)]), width: 128, wish: Math.min(7.6 * longest(CALLS.output) + 24, 230) },
     ...DATA.metrics.map((metric) => ({ ...metric, width: metric.name === "params" && CALLS.shared.some(Boolean) ? 128 : Math.max(96, 8.8 * metric.header.length + 30), isNumber: true })),
   ];
   const texts = innerWidth <= 640 ? [] : ["type", "output"];
