@@ -51,6 +51,16 @@ def test_one_phase_and_its_layers(tmp_path: Path) -> None:
     assert [line.split(",")[:3] for line in decode] == [["phase", "batch", "tokens"], ["decode", "3", "1"]]
 
 
+def test_an_error_of_the_model_names_the_prompt() -> None:
+    sizes = ("hidden_size=64", "intermediate_size=64", "num_attention_heads=4", "num_key_value_heads=3")
+    words = [word for one in sizes for word in ("--arg", one)]
+    result = run(*LLAMA, *words, "--prefill", 16)
+    assert result.exit_code == 2
+    assert "hf:llama does not run on input_ids 1x16:int64, use_cache True: RuntimeError" in result.output
+    assert "The model ran on" not in result.output
+    assert "--input" not in result.output
+
+
 def test_cuts_price_the_prompt_and_each_token() -> None:
     result = CliRunner().invoke(main, ["cuts", *LLAMA, "--prefill", "300", "--depth", "1"])
     assert result.exit_code == 0, result.output

@@ -103,6 +103,8 @@ def test_what_an_exported_stage_cannot_take_is_named(resnet: Resnet, files: list
         first(x, y=x)
     with pytest.raises(BadInputs, match=r"expected 'x' of float32 and shape \[s0, 3, s1, s2\], got torch.float64"):
         first(x.double())
+    with pytest.raises(BadInputs, match=r"expected 'x' as a Tensor, got a ndarray: pass torch.as_tensor"):
+        first(x.numpy())
     with pytest.raises(BadInputs, match=r"begins at 'stem': expected one Boundary, got Tensor"):
         middle(x)
     with pytest.raises(BadBoundary, match="expected a boundary of the cut at 'stem'"):

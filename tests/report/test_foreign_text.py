@@ -161,6 +161,9 @@ def test_the_message_of_an_error_can_be_printed(kind: Any) -> None:
 
 
 def test_what_others_raise_is_said_in_printable_text() -> None:
+    assert describe_error(ValueError("of 'x':\n    ValueError: 3 heads\nnot this")) == (
+        "ValueError: of 'x': ValueError: 3 heads"
+    )
     assert describe_error(ValueError("a\x1b[31m")) == "ValueError: a\N{REPLACEMENT CHARACTER}[31m"
 
 

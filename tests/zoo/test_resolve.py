@@ -383,6 +383,23 @@ def test_what_takes_no_such_argument(net: str) -> None:
         zoo.resolve("torchvision:resnet18", args={"classes": 1})
     with pytest.raises(BuildFailed, match="of hf:bert has no 'hidden_sise'. Did you mean hidden_size"):
         zoo.resolve("hf:bert", args={"hidden_sise": 1})
+    small = {"hidden_size": 100, "num_hidden_layers": 1}
+    with pytest.raises(BuildFailed, match=r"of hf:llama: .* The hidden size \(100\) is not a multiple of the number"):
+        zoo.resolve("hf:llama", args=small)
+
+
+@pytest.mark.parametrize("names", ["[LlamaForCausalLM]", ["LlamaForCausaLM"], [5]])
+def test_a_class_that_transformers_lacks_is_an_error(names: Any) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(BuildFailed, match="hf:llama: transformers has no class .*"):
+        zoo.resolve("hf:llama", args={"architectures": names})
+
+
+def test_one_class_of_transformers_needs_no_list() -> None:
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 32}
+    resolved = zoo.resolve("hf:llama", args={"architectures": "LlamaForCausalLM", "num_hidden_layers": 1, **sizes})
+    assert type(resolved.model).__name__ == "LlamaForCausalLM"
 
 
 @pytest.mark.parametrize(
