@@ -321,7 +321,7 @@ def _check_stage_options(model: object, inputs: object, batch: int) -> None:
         )
 
 
-def _make_training(model: nn.Module, inputs: Any, options: TrainingOptions) -> TrainingBackend:
+def _make_training(model: Any, inputs: Any, options: TrainingOptions) -> TrainingBackend:
     if not callable(options.optimizer):
         raise BadQuery(
             "expected a function that makes an optimizer from the parameters of the tail, which depend on the cut, got "
