@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 import microtome as mt
 from microtome import zoo
 from microtome.cli import main
+from microtome.results.measurements import Spread, Timing
 
 
 def run(*words: Any) -> Result:
@@ -29,6 +31,15 @@ def test_what_changed_is_printed(files: tuple[Path, Path]) -> None:
     result = run(*files)
     assert result.exit_code == 0, result.output
     assert "+7.0 %" in result.output
+
+
+def test_a_profile_of_a_busy_machine_is_noted(files: tuple[Path, Path]) -> None:
+    wide = Spread(1.0, 0.5, 2.0, 0.6, 1.8, 30, 0)
+    replace(mt.load(files[1]), timing=Timing(wide, 1.0, 1e-6, 2)).to_json(files[1])
+    result = run(*files)
+    assert result.exit_code == 0
+    assert f"Note: {files[1]}: the machine was too busy for these times: the interquartile range" in result.stderr
+    assert f"Note: {files[0]}" not in result.stderr
 
 
 def test_layers_are_selected_by_depth_and_number(tmp_path: Path) -> None:

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import re
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from microtome.cli.completion import complete_file
 from microtome.cli.options.numbers import WholeNumber
 from microtome.cli.options.outputs import Outputs, output_options
+from microtome.cli.options.profiles import load_profile, note_busy_machines
 from microtome.cli.options.repetition import Command
-from microtome.errors import BadFile, BadQuery
-from microtome.results.base import Result
+from microtome.errors import BadQuery
 from microtome.results.diff import parse_limit
 from microtome.results.metrics import find_compared
-
-if TYPE_CHECKING:
-    from microtome.results.profile import Profile
 
 _DEPTH = "Show layers down to this depth, with the changes of all calls inside them."
 _FAIL_OVER = "Exit with 1 if a total grew by more than this, such as macs=5% or macs=5%,time=10%."
@@ -77,7 +73,9 @@ def diff(
     from microtome.report.formats import markdown, text
     from microtome.results.diff import diff as compare
 
-    result = compare(load_profile(before), load_profile(after))
+    profiles = {file: load_profile(file) for file in (before, after)}
+    note_busy_machines(profiles)
+    result = compare(profiles[before], profiles[after])
     exceeded = result.over(limits)
     view = ChangeSelection(**selected)
     outputs.write_result(result, partial(text, result, view), md=partial(markdown, result, view))
@@ -86,16 +84,3 @@ def diff(
         click.echo(f"Over the limit: {name_of(change)} {growth(change)}, expected at most {limit}", err=True)
     if exceeded:
         context.exit(1)
-
-
-def load_profile(file: str) -> Profile:
-    from microtome.load import load
-    from microtome.results.profile import Profile
-
-    if ":" in file and not Path(file).exists():
-        raise BadFile(f"expected a file of a profile, which microtome profile {file} --json F writes, got {file!r}")
-    result = load(file)
-    if not isinstance(result, Profile):
-        got = f"a file of kind {result.kind!r}" if isinstance(result, Result) else "a recording"
-        raise BadFile(f"expected a profile in {str(Path(file))!r} (see microtome profile --json), got {got}")
-    return result

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import click
 
-from microtome.cli.commands.diff import load_profile
 from microtome.cli.completion import complete_file
 from microtome.cli.options.outputs import check_opened, check_writable, open_option, open_page
+from microtome.cli.options.profiles import load_profile
 from microtome.cli.options.repetition import Command
 from microtome.results.base import write
 from microtome.units import size

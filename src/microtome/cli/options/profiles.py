@@ -1,0 +1,35 @@
+"""Profiles in files, for commands that compare or use them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from microtome.cli.progress import print_notes
+from microtome.errors import BadFile
+from microtome.results.base import Result
+
+if TYPE_CHECKING:
+    from microtome.results.profile import Profile
+
+
+def load_profile(file: str) -> Profile:
+    from microtome.load import load
+    from microtome.results.profile import Profile
+
+    if ":" in file and not Path(file).exists():
+        raise BadFile(f"expected a file of a profile, which microtome profile {file} --json F writes, got {file!r}")
+    result = load(file)
+    if not isinstance(result, Profile):
+        got = f"a file of kind {result.kind!r}" if isinstance(result, Result) else "a recording"
+        raise BadFile(f"expected a profile in {str(Path(file))!r} (see microtome profile --json), got {got}")
+    return result
+
+
+def note_busy_machines(profiles: Mapping[str, Profile]) -> None:
+    """Print a note on each profile, by its file, whose machine was too busy for its times."""
+    from microtome.report.notes import busy_notes
+
+    for file, profile in profiles.items():
+        print_notes(f"{file}: {note.replace('this machine', 'the machine', 1)}" for note in busy_notes(profile))
