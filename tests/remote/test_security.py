@@ -436,6 +436,8 @@ def test_what_can_be_no_token_is_refused_on_both_sides() -> None:
             ServerSecurity(token=token)
         with pytest.raises(BadQuery, match="expected a token of one line of ASCII, got other characters"):
             Connection("127.0.0.1:1", Security(token=token))
+    with pytest.raises(BadQuery, match=r"without a line break at its end: pass token.strip\(\)"):
+        ServerSecurity(token="a secret\n")
 
 
 def test_tokens_are_not_shown() -> None:

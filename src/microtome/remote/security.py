@@ -194,6 +194,8 @@ def is_loopback(address: str) -> bool:
 def _check_token(token: Any) -> None:
     if not isinstance(token, str | None):  # without the token itself, which is a secret
         raise BadQuery(f"expected a token as a str, got {type(token).__name__}")
+    if token is not None and token.endswith(("\n", "\r")):
+        raise BadQuery("expected a token without a line break at its end: pass token.strip()")
     if token is not None and not (token.isascii() and token.isprintable()):
         raise BadQuery("expected a token of one line of ASCII, got other characters")
 
