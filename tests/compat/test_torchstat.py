@@ -558,7 +558,10 @@ def test_model_and_process_are_as_found_also_when_the_forward_raises(size: tuple
     else:
         with pytest.raises(RuntimeError, match="mat1 and mat2") as raised:
             report(model, size)
-        assert raised.value.__notes__ == ["in the call 'inner.2' (Linear)"]
+        assert raised.value.__notes__ == [
+            "in the call 'inner.2' (Linear)",
+            "The model ran on Inputs(1x3x9x9:float32).",
+        ]
     assert same(snapshot(model), before)
 
 

@@ -60,6 +60,13 @@ def test_sizes_that_only_a_symbol_of_one_gives_are_excluded() -> None:
     assert SizeSubstitution([[S * T]]).conditions == [D >= 4]
 
 
+def test_sizes_that_no_run_has_decide_nothing() -> None:
+    # For 1, a size would be divided by zero; for -1, it has no remainder in torch.
+    assert SizeSubstitution([[FloorDiv(S, FloorDiv(S, 8))]]).conditions == []
+    size = FloorDiv(FloorDiv(S + 7, 5), 2)
+    assert SizeSubstitution([[size]], [Eq(Mod(FloorDiv(S - 3, 4) - 1, 2), 0)], {S: 7}).hidden == {S}
+
+
 strides = st.tuples(st.integers(1, 8), st.integers(-3, 3), st.integers(1, 2), st.integers(0, 2))
 sizes_of_s = st.lists(strides, min_size=1, max_size=3)
 made = strides.flatmap(lambda one: st.tuples(st.just(one), st.integers(0, 12), st.sampled_from([">", "<", "==", "%"])))

@@ -369,7 +369,8 @@ def test_a_failing_forward_names_the_call_and_those_before() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(5, 2))
     with pytest.raises(RuntimeError) as raised:
         mt.profile(model, torch.ones(3, 4))
-    assert raised.value.__notes__ == ["in the call '2' (Linear)", "layers that ran before: 0, 1"]
+    ran_on = "The model ran on Inputs(3x4:float32)."
+    assert raised.value.__notes__ == ["in the call '2' (Linear)", "layers that ran before: 0, 1", ran_on]
 
 
 def test_amounts_are_all_that_adds_up() -> None:

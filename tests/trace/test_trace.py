@@ -636,7 +636,8 @@ def test_whatever_a_forward_changes_in_what_the_model_holds_is_put_back(fake: bo
 def test_the_models_own_error_is_raised_and_says_where(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied") as caught:
         mt.trace(nn.Sequential(nn.Sequential(nn.Linear(3, 3))), torch.ones(1, 4))
-    assert caught.value.__notes__ == ["in the call '0.0' (Linear)", "no layer ran before"]
+    ran_on = "The model ran on Inputs(1x4:float32)."
+    assert caught.value.__notes__ == ["in the call '0.0' (Linear)", "no layer ran before", ran_on]
     assert capfd.readouterr().err == ""
 
 

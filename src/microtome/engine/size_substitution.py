@@ -19,6 +19,8 @@ from microtome.engine.torch_internals import interpret_sizes, size_functions
 _MAX_CASES = 64
 #: The most steps after which a size must repeat itself, but for a constant.
 _MAX_PERIOD = 1024
+#: What the functions of torch raise for sizes that no run has: a division by zero, the remainder of a negative size.
+_NO_SIZE = (ZeroDivisionError, AssertionError)
 #: Torch takes a symbol for this size or a larger one.
 _SMALLEST = 2
 
@@ -139,10 +141,17 @@ class SizeSubstitution:
     def _translate(self, condition: Any) -> list[Any]:
         """The conditions on the new symbols for one of the run; none if they do not determine it."""
         cases = self._cases(condition)
-        if cases is None or any(case.subs(self._example) == False for case in cases):  # noqa: E712  of sympy
+        if cases is None or not all(map(self._may_hold, cases)):
             self.hidden |= condition.free_symbols - self._visible
             return []
         return _strongest([case for case in cases if case != True])  # noqa: E712
+
+    def _may_hold(self, condition: Any) -> bool:
+        """Whether a condition is not false of the example."""
+        try:
+            return bool(condition.subs(self._example) != False)  # noqa: E712  of sympy
+        except _NO_SIZE:
+            return False
 
     def _cases(self, expression: Any) -> list[Any] | None:
         """What an expression is for the symbols of the run that give the sizes; None: they do not determine that."""
@@ -160,14 +169,20 @@ class SizeSubstitution:
         values = [self._solutions[symbol][0].cases() for symbol in hidden]
         if math.prod(map(len, values)) > _MAX_CASES:
             return None
-        cases = (expression.subs(dict(zip(hidden, one, strict=True))) for one in itertools.product(*values))
+        try:
+            cases = [expression.subs(dict(zip(hidden, one, strict=True))) for one in itertools.product(*values)]
+        except _NO_SIZE:
+            return None
         return list(dict.fromkeys(map(_simplify, cases)))
 
 
 def _reachable(new: Any, size: Any) -> list[Any]:
     """Exclude the sizes that only symbols of 1 give: for these, torch decides nothing."""
-    least = size.subs(dict.fromkeys(size.free_symbols, _SMALLEST))
-    alone = size.subs(dict.fromkeys(size.free_symbols, 1)) < least
+    try:
+        least = size.subs(dict.fromkeys(size.free_symbols, _SMALLEST))
+        alone = size.subs(dict.fromkeys(size.free_symbols, 1)) < least
+    except _NO_SIZE:  # no run has such sizes
+        return []
     return [new >= least] if least > 1 and alone else []
 
 

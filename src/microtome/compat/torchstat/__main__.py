@@ -12,6 +12,7 @@ from torch import nn
 from microtome.compat.torchstat import stat
 from microtome.engine.selectors import check_model
 from microtome.errors import MicrotomeError, NoMatch, describe_error
+from microtome.inputs import RAN_ON
 from microtome.user_code import import_file, on_path
 
 
@@ -61,7 +62,8 @@ def _report_error(problem: str) -> Iterator[None]:
         yield
     except (Exception, SystemExit) as error:
         text = str(error) if isinstance(error, MicrotomeError) else describe_error(error)
-        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
+        named = (note for note in getattr(error, "__notes__", []) if not note.startswith(RAN_ON))
+        notes = "".join(f" ({note})" for note in named)
         raise _UsageError(f"{problem}: {text}{notes}") from error
 
 
