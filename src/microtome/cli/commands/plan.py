@@ -13,7 +13,7 @@ from microtome.cli.options.choices import OBJECTIVES, SCHEDULES
 from microtome.cli.options.model import ModelOptions, model_options
 from microtome.cli.options.numbers import Number, WholeNumber
 from microtome.cli.options.outputs import Outputs, output_options
-from microtome.cli.options.profiles import load_profile, note_busy_machines
+from microtome.cli.options.profiles import note_busy_machines
 from microtome.cli.options.prompt import check_prompt, find_cuts, note_base_model, prompt_errors
 from microtome.cli.options.repetition import Command
 from microtome.cli.progress import show_progress
@@ -144,6 +144,7 @@ def plan(
     if costs and measures_codecs:
         raise click.UsageError("choose one of --codec-costs and --measure-codecs")
     import_torch()
+    from microtome.load import load
     from microtome.plan import plan as plan_cuts
     from microtome.report.formats import csv, markdown, selected_json, text
     from microtome.report.plan import CandidateSelection
@@ -160,7 +161,7 @@ def plan(
     if tokens is not None:
         note_base_model(model, resolved.model)
     files = profiles or {"edge": str(edge), "cloud": str(cloud)}
-    note_busy_machines({file: load_profile(file) for file in dict.fromkeys(files.values())})
+    note_busy_machines({file: load(file) for file in dict.fromkeys(files.values())})
     with show_progress(f"planning {model.name}"):
         result = plan_cuts(cuts, **chain, codec=codecs, costs=measured or costs or None, tokens=tokens, **options)
     formats = {"perfetto": result.to_perfetto}

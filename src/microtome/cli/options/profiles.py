@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from microtome.cli.progress import print_notes
 from microtome.errors import BadFile
@@ -27,9 +27,12 @@ def load_profile(file: str) -> Profile:
     return result
 
 
-def note_busy_machines(profiles: Mapping[str, Profile]) -> None:
-    """Print a note on each profile, by its file, whose machine was too busy for its times."""
+def note_busy_machines(results: Mapping[str, Any]) -> None:
+    """Print a note on each profile among results, by its file, whose machine was too busy for its times."""
     from microtome.report.notes import busy_notes
+    from microtome.results.profile import Profile
 
-    for file, profile in profiles.items():
+    for file, profile in results.items():
+        if not isinstance(profile, Profile):
+            continue
         print_notes(f"{file}: {note.replace('this machine', 'the machine', 1)}" for note in busy_notes(profile))
