@@ -154,7 +154,7 @@ class SizeSubstitution:
             return False
 
     def _cases(self, expression: Any) -> list[Any] | None:
-        """What an expression is for the symbols of the run that give the sizes; None: they do not determine that."""
+        """The values of an expression for the symbols of the run that give the sizes; None: these decide none."""
         if expression.free_symbols <= self._visible:
             return [expression]
         expression = _simplify(expression.xreplace(self._replaced))
