@@ -23,6 +23,7 @@ from microtome.remote.batch_verification import CannotBatch
 from microtome.remote.batching import Batcher, build_batcher, make_examples
 from microtome.remote.served_model import ServedModel
 from microtome.remote.server import Server
+from microtome.remote.stage_ref import StageRef
 from microtome.results.cuts import Cut
 from tests.marks import slow
 from tests.remote.small import small
@@ -95,6 +96,83 @@ def test_a_stage_is_batched_from_examples_of_the_whole_model() -> None:
         for one, output in zip(xs, served.compute(boundaries), strict=True):
             torch.testing.assert_close(output, model(one), rtol=1e-4, atol=1e-5)
         assert ServedModel(tail).batch_key(boundaries[0]) is None
+
+
+class Counting(nn.Module):
+    """Returns the number of rows, which does not cross as a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        return self.linear(x), len(x)
+
+
+class Counted(nn.Module):
+    """What a later call needs says how many rows there are; two tensors are in other layouts or share memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.count, self.relu, self.last = (
+            nn.Linear(4, 4),
+            Counting(),
+            nn.ReLU(inplace=True),
+            nn.Linear(4, 4),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        z, rows = self.count(self.relu(y).t().contiguous().t())
+        return self.last(z * y) * (rows / len(x))
+
+
+MIDDLE = [
+    ("tiny-vit", "blocks.0.attn.qkv", "blocks.1.mlp.0"),
+    ("tiny-vit", "blocks.1.attn", "blocks.2"),
+    ("counted", "first", "count"),
+    ("counted", "count", "count.linear"),
+    pytest.param("tiny-resnet", "stem.1", "layer2.0.conv2", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("name", "first", "second"), MIDDLE)
+@torch.no_grad()
+def test_every_stage_of_a_chain_is_batched(name: str, first: str, second: str) -> None:
+    torch.manual_seed(0)
+    model, x = (Counted().eval(), torch.randn(1, 4)) if name == "counted" else small(name)
+    items = [torch.cat([x.roll(shift, -1)] * (1 + shift % 2)) for shift in range(5)]
+    stages = mt.split(model, x, at=[first, second])
+    served = ServedModel(model, x)
+    requests = [served._pack_inputs(item).to_bytes() for item in items]
+    for index in range(3):
+        ref = StageRef(stages.at, index)
+        decoded, again = ([mt.Boundary.from_bytes(data) for data in requests] for _ in range(2))
+        (key,) = {served.batch_key(boundary, ref) for boundary in decoded}
+        assert key is not None, index
+        outputs = served.compute(decoded, ref)
+        if index < 2:
+            alone = [served.compute([boundary], ref)[0] for boundary in again]
+            assert [one.facts for one in outputs] == [one.facts for one in alone]
+            requests = [output.to_bytes() for output in outputs]
+    for item, output in zip(items, outputs, strict=True):
+        torch.testing.assert_close(output, model(item), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_stage_before_the_last_that_mixes_requests_is_not_batched() -> None:
+    model, x = Between(MIXING["mean"]).eval(), torch.randn(3, 4)
+    served = ServedModel(model, x)
+    cuts = ("first", "last")
+    boundary = mt.split(model, x, at=cuts)[0](x)
+    assert served.batch_key(boundary, StageRef(cuts, 1)) is None
+
+
+def test_a_tensor_that_is_passed_twice_is_computed_alone() -> None:
+    model, x = Positioned().eval(), torch.randn(4, 4)
+    served = ServedModel(model, (x, x))
+    boundary = mt.split(model, (x, x), at="first")[0](x, x)
+    assert served.batch_key(boundary) is None
 
 
 @pytest.mark.slow
@@ -196,7 +274,9 @@ def test_what_says_another_batch_than_it_has_is_not_joined_with_others() -> None
 
 
 def test_a_batch_is_divided_until_that_costs_as_much_as_verifying_it() -> None:
-    batcher = Batcher({"x": 1}, {}, frozenset({0}), verdicts={2: None, 3: None, 6: "an output depends on another"})
+    batcher = Batcher(
+        {"x": 1}, {}, frozenset({0}), frozenset(), verdicts={2: None, 3: None, 6: "an output depends on another"}
+    )
     assert batcher.divide([1] * 3) == batcher.divide([2, 1, 0]) == [3]
     assert batcher.divide([1] * 8) == [8]
     assert [batcher.divide([1] * 6) for _ in range(20)] == [[4, 2]] * 20

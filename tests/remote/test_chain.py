@@ -88,6 +88,19 @@ def test_a_stream_over_a_chain_keeps_the_order_and_other_batch_sizes(
 
 
 @torch.no_grad()
+def test_every_server_of_a_chain_computes_batches(resnet: tuple[nn.Module, Tensor]) -> None:
+    model, x = resnet
+    images = [torch.randn(1, 3, 32, 32) for _ in range(16)]
+    options: dict[str, Any] = {"batch": 8, "batch_window": "1s"}
+    with serving(model, x, **options) as a, serving(model, x, **options) as b:
+        with connected(model, x, a.address, b.address) as remote:
+            for image, output in zip(images, remote.stream(images, window=8), strict=True):
+                torch.testing.assert_close(output, model(image), rtol=1e-4, atol=1e-5)
+        for server in (a, b):
+            assert (server.metrics.registry.get_sample_value("microtome_batch_count") or 0) < len(images)
+
+
+@torch.no_grad()
 def test_a_lossy_codec_holds_for_every_hop(resnet: tuple[nn.Module, Tensor], pair: list[Server]) -> None:
     model, x = resnet
     raw, half = (connected(model, x, *(server.address for server in pair), codec=codec) for codec in ("raw", "fp16"))

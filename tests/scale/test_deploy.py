@@ -89,6 +89,23 @@ def test_a_batch_of_eight_is_computed_in_one_call(deployed: Deployed) -> None:
 
 
 @torch.no_grad()
+def test_every_stage_computes_a_batch_together(deployed: Deployed) -> None:
+    xs = [torch.randn(1, 8) for _ in range(8)]
+
+    def batches_of_eight() -> list[int]:
+        handles = [ray.serve.get_deployment_handle(f"stage{index}", deployed.deployment.name) for index in range(3)]
+        return [handle.status.remote().result().batches.get(8, 0) for handle in handles]
+
+    with deployed.connect("(input)") as remote:
+        list(remote.stream(xs, window=8))  # the first batch of so many rows is verified
+        before = batches_of_eight()
+        results = list(remote.stream(xs, window=8))
+    assert [after - one for after, one in zip(batches_of_eight(), before, strict=True)] == [1, 1, 1]
+    for x, result in zip(xs, results, strict=True):
+        torch.testing.assert_close(result, deployed.net(x), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
 def test_calls_of_the_handle_from_eight_threads_are_computed_in_one(deployed: Deployed) -> None:
     boundaries = [deployed.stages[1](deployed.stages[0](torch.randn(1, 8))) for _ in range(8)]
     with ThreadPoolExecutor(8) as pool:

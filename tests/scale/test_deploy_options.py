@@ -71,11 +71,6 @@ def parts(stages: Stages, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"ingress_resources": "edge"}, "expected ingress_resources as a dict such as .*, got 'edge'"),
         ({"ingresses": 0}, "expected ingresses of 1 or more, got 0"),
         ({"batch": 0}, "expected batch of 1 or more, got 0"),
-        (
-            {"only": [1], "batch": 8},
-            "expected the last stage of the model, 2 from 'middle' to .*, among the deployed ones",
-        ),
-        ({"only": [0, 1], "batch": 2}, "for batch=2: other stages compute one request after the other"),
         ({"batch_window": "soon"}, "expected a time, such as 15ms or 0.2s, got 'soon'"),
         ({"listen": "here"}, "an address to listen on such as 0.0.0.0:7070"),
         ({"max_message": "4GB"}, "expected max_message of at most"),

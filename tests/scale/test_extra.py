@@ -25,10 +25,13 @@ def test_without_ray_a_function_says_what_to_install() -> None:
 
 @pytest.mark.integration
 def test_the_package_is_imported_whether_or_not_the_function_of_its_name_is_used() -> None:
-    code = "import microtome; microtome.scale(0.5); from microtome.scale import ray; print(ray.record, microtome.scale)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("<function record at")
-    assert "<function scale at" in done.stdout
+    for statement in ("from microtome.scale import ray", "import microtome.scale.ray as ray"):
+        printed = "ray.record, microtome.scale, microtome.scale.ray"
+        code = f"import microtome; microtome.scale(0.5); {statement}; print({printed})"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert done.stdout.startswith("<function record at")
+        assert "<function scale at" in done.stdout
+        assert "<module 'microtome.scale.ray'" in done.stdout
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -8,6 +8,7 @@ alone, to the precision of the kernels.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, cycle, islice
@@ -21,7 +22,7 @@ from microtome.engine.dependence import Dependence
 from microtome.errors import MicrotomeError
 from microtome.split.analysis.structure_spec import flatten
 from microtome.split.boundary.boundary import Boundary
-from microtome.split.comparison import differences
+from microtome.split.comparison import Difference, differences
 from microtome.split.execution.placeholder import unwrap
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def verify_batch(batcher: Batcher, tail: Tail, count: int) -> None:
     fixed = (0, count - 1) if count > 2 else (0,)
     for variant in variants(batcher, requests[0]):
         changed = run([request if index in fixed else variant for index, request in enumerate(requests)])
-        if any(next(differences(changed[index], outputs[index]), None) is not None for index in fixed):
+        if any(next(_differences(changed[index], outputs[index]), None) is not None for index in fixed):
             raise CannotBatch("an output depends on another request of the batch")
 
 
@@ -72,7 +73,7 @@ def _check_dependence(batcher: Batcher, tail: Tail, requests: Sequence[Boundary]
                 for label, part in zip(labels, batch.tensors[name].chunk(len(requests)), strict=True):
                     dependence.mark(part, label)
             output = tail(batch)
-        for index, tensor in enumerate(flatten(output)[1]):
+        for index, tensor in enumerate(flatten(contents(output))[1]):
             found = dependence.labels(tensor)
             if index not in batcher.batched_outputs:
                 if found.any():
@@ -81,6 +82,20 @@ def _check_dependence(batcher: Batcher, tail: Tail, requests: Sequence[Boundary]
             for label, part in zip(labels, found.chunk(len(requests)), strict=True):
                 if not (part == label).any() or (part & ~label & 255).any():
                     raise CannotBatch(f"output {index} of a request does not depend on that request alone")
+
+
+def contents(output: Any) -> Any:
+    """Return the tensors and facts of a boundary, which a stage before the last returns; other outputs as they are."""
+    return {"tensors": output.tensors, "facts": output.facts} if isinstance(output, Boundary) else output
+
+
+def _differences(output: Any, expected: Any) -> Iterator[Difference]:
+    """Find the differences between two outputs, or two boundaries."""
+    if isinstance(output, Boundary):
+        if json.dumps(output.facts) != json.dumps(expected.facts):
+            yield Difference("facts", "other facts")
+        output, expected = output.tensors, expected.tensors
+    yield from differences(output, expected)
 
 
 def _labels(count: int) -> Iterator[list[int]]:
@@ -143,7 +158,7 @@ def _tolerances(outputs: Sequence[Any]) -> list[list[Tensor]]:
 
 def _is_close(output: Any, alone: Any, tolerances: Sequence[Tensor]) -> bool:
     """Whether an output of a batch equals that of the request alone, within the tolerances."""
-    if any(difference.largest is None for difference in differences(output, alone)):
+    if any(difference.largest is None for difference in _differences(output, alone)):
         return False
     triples = zip(_real_tensors(output), _real_tensors(alone), tolerances, strict=True)
     return all(bool(_are_close(one, other, tolerance).all()) for one, other, tolerance in triples)
@@ -158,5 +173,5 @@ def _are_close(one: Tensor, other: Tensor, tolerance: Tensor) -> Tensor:
 
 def _real_tensors(output: Any) -> list[Tensor]:
     """Return the tensors of an output, complex ones as pairs of real numbers."""
-    tensors = flatten(output)[1]
+    tensors = flatten(contents(output))[1]
     return [torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor for tensor in tensors]

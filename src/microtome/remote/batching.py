@@ -13,7 +13,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from microtome.engine.meta_run import copy_inputs
 from microtome.engine.pytree import map_tensors
 from microtome.errors import MicrotomeError, describe_error
 from microtome.inputs import Inputs
-from microtome.remote.batch_verification import CannotBatch, Tail, perturb, variants, verify_batch
+from microtome.remote.batch_verification import CannotBatch, Tail, contents, perturb, variants, verify_batch
 from microtome.split.analysis.structure_spec import flatten
 from microtome.split.boundary.boundary import Boundary
 
@@ -38,12 +38,13 @@ _VERIFICATION_RUNS = 10
 
 @dataclass(frozen=True)
 class Batcher:
-    """Concatenate the boundaries of requests at one cut, and split the outputs.
+    """Concatenate the boundaries of requests at one cut, and split what a stage makes of them.
 
     Attributes:
         example_rows: The tensors that grow with the batch, and the rows of each in the example.
         facts_per_row: The numbers among the facts that grow with the batch, by path, and their increment per row.
-        batched_outputs: The indices of the tensors in the model's output that grow with the batch.
+        batched_outputs: The indices of the tensors in the stage's output that grow with the batch; `batched_plain`:
+            those of the numbers, which also grow with it.
         unit: Requests must have a multiple of this many rows; the rows of a unit may depend on each other.
         verdicts: For each verified number of rows, why so many are not computed together; None: they are.
         examples: Boundaries of `unit` rows, and the output of each alone.
@@ -54,6 +55,7 @@ class Batcher:
     example_rows: dict[str, int]
     facts_per_row: dict[Path, float]
     batched_outputs: frozenset[int]
+    batched_plain: frozenset[int]
     unit: int = 1
     verdicts: dict[int, str | None] = field(default_factory=dict)
     examples: list[tuple[Boundary, Any]] = field(default_factory=list)
@@ -136,13 +138,22 @@ class Batcher:
         return replace(first, tensors=tensors, facts=self._scale_facts(first, rows))
 
     def split(self, output: Any, rows: Sequence[int]) -> list[Any]:
-        """Split the output of the model by the rows of each request."""
-        spec, tensors, plain = flatten(output)
+        """Split the output of a stage, the model's or a boundary, by the rows of each request."""
+        spec, tensors, plain = flatten(contents(output))
+        total = sum(rows)
         pieces = [
-            tensor.split(list(rows)) if index in self.batched_outputs else [tensor] * len(rows)
+            tensor.split([_share(len(tensor), own, total) for own in rows])
+            if index in self.batched_outputs
+            else [tensor] * len(rows)
             for index, tensor in enumerate(tensors)
         ]
-        return [spec.unflatten([piece[number] for piece in pieces], plain) for number in range(len(rows))]
+        outputs = []
+        for number, own in enumerate(rows):
+            values = list(plain)
+            for index in self.batched_plain:
+                values[index] = _share(cast("int", plain[index]), own, total)
+            outputs.append(spec.unflatten([piece[number] for piece in pieces], values))
+        return [replace(output, **one) for one in outputs] if isinstance(output, Boundary) else outputs
 
     def resize(self, boundary: Boundary, rows: int) -> Boundary:
         """Return the first rows of a boundary, repeated if it has fewer."""
@@ -216,17 +227,18 @@ def _build(examples: ExampleBoundaries, tail: Tail) -> Batcher:
     paths = _doubled_facts(one.facts, double.facts)
     if not (is_consistent and rows) or paths is None:
         raise CannotBatch("a doubled batch does not double the boundary")
-    single, doubled = (flatten(tail(boundary))[1] for boundary in (one, double))
+    _, single, plain = flatten(contents(tail(one)))
+    _, doubled, doubled_plain = flatten(contents(tail(double)))
     outputs = frozenset(index for index, tensor in enumerate(single) if _doubles(tensor, doubled[index]))
+    numbers = frozenset(index for index, value in enumerate(plain) if _is_double(value, doubled_plain[index]))
     count = next(iter(rows.values()))
-    batcher = Batcher(rows, {path: _get(one.facts, path) / count for path in paths}, outputs)
+    batcher = Batcher(rows, {path: _get(one.facts, path) / count for path in paths}, outputs, numbers)
     try:
         return _with_examples(batcher, tail, one, other)
     except (MicrotomeError, RuntimeError, IndexError):
         if count == 1:
             raise
-        batcher = Batcher(batcher.example_rows, batcher.facts_per_row, batcher.batched_outputs, unit=count)
-        return _with_examples(batcher, tail, one, other)
+        return _with_examples(replace(batcher, unit=count, verdicts={}, examples=[]), tail, one, other)
 
 
 def _with_examples(batcher: Batcher, tail: Tail, one: Boundary, other: Boundary) -> Batcher:
@@ -243,6 +255,18 @@ def _doubles(tensor: Tensor, double: Tensor) -> bool:
     return tensor.dim() > 0 and double.shape == (2 * tensor.shape[0], *tensor.shape[1:])
 
 
+def _is_double(value: Any, double: Any) -> bool:
+    return type(value) is int and type(double) is int and double == 2 * value != value
+
+
+def _share(count: int, rows: int, total: int) -> int:
+    """Return what a request with some of the rows has of a count that grows with them."""
+    share, rest = divmod(count * rows, total)
+    if rest:
+        raise CannotBatch(f"{count} cannot be divided among {total} rows")
+    return share
+
+
 def _concatenate(values: Any, others: Any) -> Any:
     pieces = iter(flatten(others)[1])
     return map_tensors(lambda tensor: torch.cat([tensor, next(pieces)]) if tensor.dim() else tensor, values)
@@ -253,13 +277,17 @@ def _concatenate(values: Any, others: Any) -> Any:
 
 def _doubled_facts(one: Any, double: Any, path: Path = ()) -> frozenset[Path] | None:
     """Return the paths of the integers that double; None if anything else differs."""
-    if isinstance(one, dict | list) and type(one) is type(double) and len(one) == len(double):
-        keys = list(one) if isinstance(one, dict) else range(len(one))
+    if isinstance(one, dict | list) and type(one) is type(double) and _keys(one) == _keys(double):
+        keys = _keys(one)
         found = [_doubled_facts(one[key], double[key], (*path, key)) for key in keys]
         return None if None in found else frozenset().union(*(paths for paths in found if paths is not None))
     if one == double and type(one) is type(double):
         return frozenset()
-    return frozenset({path}) if type(one) is int and type(double) is int and double == 2 * one else None
+    return frozenset({path}) if _is_double(one, double) else None
+
+
+def _keys(value: dict[str, Any] | list[Any]) -> list[Any]:
+    return list(value) if isinstance(value, dict) else list(range(len(value)))
 
 
 def _map_leaves(value: Any, function: Callable[[Path, Any], Any], path: Path = ()) -> Any:

@@ -291,7 +291,7 @@ class ServedModel:
 
     def _batcher(self, ref: StageRef) -> Batcher | None:
         """Return the batcher of a stage, built on first use; None: its requests cannot be batched."""
-        if ref in self._batchers or (self._splitter or self._examples) is None or ref.ends_at is not None:
+        if ref in self._batchers or (self._splitter or self._examples) is None:
             return self._batchers.get(ref)
         heads = self._stages_at(ref.cuts)[: ref.index] if ref.cuts and self.only is None else ()
         with self._lock:

@@ -244,8 +244,8 @@ def serve(
         max_message: The most bytes of a request, such as `"256MB"`.
         concurrency: The number of requests, or batches, that are computed at once.
         batch: The most requests at the same cut that are computed together, if their shapes allow it. Outputs then
-            equal those of each request alone to the precision of the kernels, not bit for bit. Of a chain, requests of
-            the last stage are; a server of one stage or one that trains computes one request after the other.
+            equal those of each request alone to the precision of the kernels, not bit for bit. A server of one stage
+            or one that trains computes one request after the other.
         batch_window: How long the first request of a batch waits for others.
         sessions: The most sessions at once, each with the state of one sequence, such as the KV cache of an answer; the
             least recently used one ends when there are more.

@@ -5,9 +5,11 @@ Needs `microtome[ray]`. Ray is imported when a function is called, or a name of 
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import microtome
 from microtome.scale.ray.features import extract
 from microtome.scale.ray.packages import import_ray
 from microtome.scale.ray.profiles import profile
@@ -25,6 +27,9 @@ _MODULES = {
     "application": "microtome.scale.ray.serve_application",
     "deploy": "microtome.scale.ray.serve_application",
 }
+
+# `microtome.scale` is the function that makes an edit: without this, `microtome.scale.ray.deploy` would fail.
+microtome.scale.ray = sys.modules[__name__]  # type: ignore[attr-defined]
 
 
 def __getattr__(name: str) -> Any:

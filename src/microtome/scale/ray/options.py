@@ -42,9 +42,8 @@ class DeployOptions:
             before them and, if the last one is left out, those after them.
         replicas: The replicas of each stage.
         autoscaling: The fewest and the most replicas of a stage, in place of `replicas`; Ray Serve chooses by the load.
-        batch: The most requests that a replica of the last stage of the model computes together, if no output depends
-            on another request. Outputs then equal those of each request alone to the precision of the kernels. Other
-            stages compute one request after the other: without the last stage, it is an error.
+        batch: The most requests that a replica computes together, if nothing that its stage returns depends on another
+            request. Outputs then equal those of each request alone to the precision of the kernels.
         batch_window: How long the first request of a batch waits for others.
         num_cpus: The CPUs that Ray reserves for each replica; `num_gpus`: the GPUs, of which a fraction is allowed, and
             on which the stage then runs; `resources`: others, by name.

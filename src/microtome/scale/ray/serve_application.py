@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from ray.serve.deployment import Application
 from microtome.errors import BadQuery, MicrotomeError, Unsupported, describe_error, describe_value
 from microtome.inputs import Inputs
 from microtome.remote.batching import make_examples
+from microtome.remote.payloads import pack_inputs
 from microtome.remote.security import is_loopback
 from microtome.remote.server import parse_max_message
 from microtome.remote.session_store import SessionLimits
@@ -131,7 +132,8 @@ class StageApplication:
         self.retry_s, self._window_s = parse_seconds(options.retry), parse_seconds(options.batch_window)
         options.security.credentials()  # checks the files
         self._limits = self._make_limits()
-        self._check_batch()
+        if options.batch > 1 and self._stages.example is None:
+            raise BadQuery("expected inputs= beside the folder, from which batching is verified, got batch= alone")
         for index in self.indices if isinstance(stages, Stages) else self.indices[:1]:
             self._stages.check(index)
         first = self._stages[self.indices[0]]
@@ -144,7 +146,7 @@ class StageApplication:
             ends_at=self._stages.ref(self.indices[-1]).ends_at,
             device_name=self.resources[-1].device,
         )
-        self._examples = self._make_examples(self.indices[-1]) if options.batch > 1 else None
+        self._examples = self._make_examples() if options.batch > 1 else {}
 
     def bind(self) -> Application:
         """Return the application, with the weights in the object store or in a folder."""
@@ -164,20 +166,6 @@ class StageApplication:
         stages = [stage.demand(index) for index, stage in zip(self.indices, self.resources, strict=True)]
         return [*stages, self.options.ingress_demand]
 
-    def _check_batch(self) -> None:
-        """Raise if requests are to be batched, and cannot be verified to be independent."""
-        if self.options.batch == 1:
-            return
-        last = len(self._stages) - 1
-        if self.indices[-1] != last:
-            raise BadQuery(
-                f"expected the last stage of the model, {last} {self._stages.ref(last)}, among the deployed ones for "
-                f"batch={self.options.batch}: other stages compute one request after the other. Deploy it, too, or "
-                "leave out batch="
-            )
-        if self._stages.example is None:
-            raise BadQuery("expected inputs= beside the folder, from which batching is verified, got batch= alone")
-
     def _make_limits(self) -> Limits:
         """Return the limits of a gRPC server, which has a thread for each batch that the replicas hold."""
         most = BATCHES_PER_REPLICA * sum(stage.replicas[1] for stage in self.resources)
@@ -185,32 +173,36 @@ class StageApplication:
         return Limits(max_bytes, most, self.options.batch, self._window_s, SessionLimits(0))
 
     def _replica_options(self, index: int, device: str) -> ReplicaOptions:
-        examples = self._examples if index == self.indices[-1] else None
         return ReplicaOptions(
             self._stages.ref(index),
             self.model.fingerprint,
             device,
             self._limits.total_bytes,
-            1 if examples is None else self.options.batch,
+            self.options.batch,
             self._window_s,
-            examples,
+            self._examples.get(index),
         )
 
-    def _make_examples(self, index: int) -> tuple[bytes, bytes, bytes]:
-        """Run the stages before one on the example, from which its replicas verify batches."""
-        example = self._stages.example
-        assert example is not None
-
-        def head(*args: Any, **kwargs: Any) -> Boundary:
-            first = self._stages[0](*args, **kwargs)
-            return reduce(lambda boundary, number: self._stages[number](boundary), range(1, index), first)
-
+    def _make_examples(self) -> dict[int, tuple[bytes, bytes, bytes]]:
+        """Return what begins each deployed stage, on the example, from which its replicas verify batches."""
+        assert self._stages.example is not None
+        inputs = Inputs(*self._stages.example.args, **self._stages.example.kwargs)
+        found: dict[int, tuple[bytes, bytes, bytes]] = {}
         try:
             with torch.no_grad():
-                one, other, double = make_examples(head, Inputs(*example.args, **example.kwargs))
+                for index in range(self.indices[0], self.indices[-1] + 1):
+                    one, other, double = make_examples(partial(self._run_head, index), inputs)
+                    found[index] = one.to_bytes(), other.to_bytes(), double.to_bytes()
         except (MicrotomeError, RuntimeError, IndexError) as error:
             raise BadQuery(
                 f"batch={self.options.batch} needs a batch of two examples, which the stages before the last cannot "
                 f"compute here: {describe_error(error)}; leave out batch="
             ) from error
-        return one.to_bytes(), other.to_bytes(), double.to_bytes()
+        return found
+
+    def _run_head(self, count: int, *args: Any, **kwargs: Any) -> Boundary:
+        """Run the first stages on inputs of the model."""
+        if count == 0:
+            return pack_inputs(Inputs(*args, **kwargs), self.spec.inputs, self.model.fingerprint)
+        first = self._stages[0](*args, **kwargs)
+        return reduce(lambda boundary, number: self._stages[number](boundary), range(1, count), first)

