@@ -103,6 +103,16 @@ def test_each_step_equals_that_of_the_model(model: Model, at: Any) -> None:
     assert [int(length) for length in memory.lengths] == [7, 7, 7, 7]
 
 
+@pytest.mark.parametrize("path", ["layers.0", "layers.3.outer"])
+@torch.no_grad()
+def test_a_module_that_changes_its_mode_between_steps_is_refused(model: Model, path: str) -> None:
+    session = mt.split(model, EXAMPLE, at="layers.1").session()
+    output = session(X, memory=Memory(4))
+    model.get_submodule(path).train()
+    with pytest.raises(Unsupported, match=f"expected '{path}' in eval mode, as when it was split, got training mode"):
+        session(X, memory=output["memory"])
+
+
 @torch.no_grad()
 def test_each_stage_keeps_what_its_own_calls_wrote_and_nothing_else(model: Model) -> None:
     session = mt.split(model, EXAMPLE, at=["layers.0", "layers.2"]).session()

@@ -194,17 +194,18 @@ class _CallSlot:
         self.is_closing = False
 
     def __get__(self, module: nn.Module | None, kind: type) -> AnyCall | None:
+        call, ignored = self.target
+        if id(module) in ignored:  # first, since most modules are: none of the sessions observes them
+            return module._call_impl  # type: ignore[union-attr]
         if module is None:
             if self.is_closing:
                 self._remove_unless_read(sys._getframe(1))
             return None
-        call, ignored = self.target
-        if call is None:
-            if self.is_closing:
-                return self._pass_through(module, sys._getframe(1))
-            return module.__dict__.get(MODULE_CALL) or module._call_impl
-        # Faster than through the sessions, for modules that none of them observes.
-        return module._call_impl if id(module) in ignored else MethodType(call, module)
+        if call is not None:
+            return MethodType(call, module)
+        if self.is_closing:
+            return self._pass_through(module, sys._getframe(1))
+        return module.__dict__.get(MODULE_CALL) or module._call_impl
 
     def __set__(self, module: nn.Module, value: Any) -> None:
         module.__dict__[MODULE_CALL] = value

@@ -65,6 +65,7 @@ class TailSession:
                 self._has_begun = True
             self._inputs.restore(boundary)
             self.state.begin_step(tail, edits)
+            tail.check_modes()
             output = tail.run((boundary,), {}, state=self.state, release=True)
             return StepResult(output, encode_changes(self.state.end_step(tail)))
 

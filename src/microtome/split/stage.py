@@ -301,14 +301,16 @@ class Stage:
         """Run the stage, observed by probes.
 
         Args:
-            state: The state of the stage in a sequence of steps, of which this is one; None: it begins and ends here.
+            state: The state of the stage in a sequence of steps, of which this is one, whose caller has checked the
+                modes; None: it begins and ends here.
             release: Drop each tensor from the boundary after its last use, so that memory is free as early as in a run
                 of the whole model; the boundary is empty afterwards.
         """
         boundary = self._check_boundary(args, kwargs)
         if boundary is not None:
             boundary = self.complete(boundary)
-        self.check_modes()
+        if state is None:
+            self.check_modes()
         # A session takes longer to make than to open, so it is reused; several threads may run the stage at once.
         probes = tuple(probes)
         session, run = (None if probes else self._idle_session()) or self._make_session(probes)

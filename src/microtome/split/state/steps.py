@@ -61,6 +61,7 @@ class StepSequence:
                 "expected an open session whose steps all succeeded, got one that was closed, failed, or runs in "
                 "another thread: begin a new one"
             )
+        stages[0].check_modes()  # of the whole model
         states = state_objects_in((inputs.args, inputs.kwargs))
         self._failed = True  # until the step is complete: state that is written in part is of no use
         edits: Edits = ()
