@@ -79,7 +79,7 @@ def prove(entry: Entry) -> Iterator[tuple[str, str]]:
                 shapes = {name: list(tensor.shape) for name, tensor in named_inputs(model, one).items()}
                 boundary = mt.Boundary(at, tail.fingerprint, crossing, {"input_shapes": shapes})
                 found = _describe(lambda: _compare("facts", _outputs_of(tail(boundary)), output, _TOLERANCE))  # noqa: B023
-                is_broken = found.startswith("refused") and "derive" not in found
+                is_broken = found.startswith("refused") and "derive" not in found  # which says what to do
                 yield f"{at} facts", f"wrong: facts {found}" if is_broken else found
 
 

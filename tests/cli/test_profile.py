@@ -128,7 +128,10 @@ def test_weights_are_loaded(tmp_path: Path) -> None:
         (["zoo:tiny-vit", "--energy", "--meter", "crystal"], "expected a meter of nvml"),
         (["zoo:tiny-vit", "--energy-model", "flop"], "watts=W, got 'flop'"),
         (["zoo:tiny-vit", "--repeat", "50"], "--repeat needs something to measure: add --time"),
-        (["zoo:tiny-vit", "--warmup", "5", "--memory"], "--warmup needs something to measure: add --time"),
+        (
+            ["zoo:tiny-vit", "--warmup", "5", "--memory"],
+            "--warmup is of repeated passes, and --memory measures one: add --time",
+        ),
         (["zoo:tiny-vit", "--budget", "1"], "--budget needs something to measure: add --time"),
         (["zoo:tiny-vit", "--device-time", "graph", "--load"], "--device-time needs something to measure: add --time"),
         (["zoo:tiny-vit", "--energy-method", "replay", "--time"], "--energy-method needs energy to distribute: add"),

@@ -169,6 +169,16 @@ def test_the_link_is_measured_both_ways() -> None:
     assert found.link.rtt_s == found.rtt_s
 
 
+def test_the_bandwidth_of_short_messages_is_at_most_what_pings_resolve() -> None:
+    model, x = small()
+    with mt.serve(model, x, listen="127.0.0.1:0", max_message="20KB") as server:
+        connection = Connection(server.address)
+        for _ in range(5):
+            found = measure_link(connection, max_bytes=20_000)
+            assert max(found.up_bytes_per_s, found.down_bytes_per_s) * found.jitter_s < 17e3
+        connection.close()
+
+
 def test_the_link_is_measured_after_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
 

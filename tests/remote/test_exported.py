@@ -415,3 +415,25 @@ def test_facts_that_depend_on_more_than_shapes_are_not_derived() -> None:
     shapes = {name: list(tensor.shape) for name, tensor in derived_facts.named_inputs(writer, inputs).items()}
     with pytest.raises(Unsupported, match="cannot be derived from shapes for a model with state"):
         tail(mt.Boundary("layers.1", tail.fingerprint, {}, {"input_shapes": shapes}))
+
+
+@torch.no_grad()
+def test_facts_of_a_mask_without_padding_are_refused_with_the_reason() -> None:
+    zoo.import_torchvision()  # which transformers imports
+    import transformers
+
+    config = transformers.BertConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
+    )
+    model, ids = transformers.BertModel(config).eval(), torch.arange(10).view(2, 5)
+    for inputs in (mt.Inputs(input_ids=ids), mt.Inputs(input_ids=ids, attention_mask=torch.ones_like(ids))):
+        head, tail = mt.split(model, inputs, at="encoder.layer.0")
+        shapes = {name: list(tensor.shape) for name, tensor in derived_facts.named_inputs(model, inputs).items()}
+        boundary = mt.Boundary(
+            "encoder.layer.0", tail.fingerprint, head(**inputs.kwargs).tensors, {"input_shapes": shapes}
+        )
+        if "attention_mask" in inputs.kwargs:
+            with pytest.raises(Unsupported, match="derived from the shapes of the inputs, .*without padding: leave it"):
+                tail(boundary)
+        else:
+            assert tail(boundary).last_hidden_state.equal(model(**inputs.kwargs).last_hidden_state)

@@ -40,6 +40,8 @@ def test_connect_refuses_a_model_that_would_change_its_buffers(resnet: Example, 
             mt.connect(training, x, server.address, at=at)
         with pytest.raises(Unsupported, match="Put the model in eval mode"):
             sweep(training, x, server.address)
+    with pytest.raises(Unsupported, match="Put the model in eval mode, train it with optimizer="):
+        mt.serve(training, x, listen="127.0.0.1:0")
     assert all(value.equal(before[name]) for name, value in training.state_dict().items())
 
 

@@ -161,7 +161,7 @@ def test_weights_that_are_all_the_same_are_dark() -> None:
     [
         ({"layer": 1}, "expected a layer from 0 to 0, got 1"),
         ({"layer": 0.5}, "expected the position of a layer, got 0.5"),
-        ({"head": "first"}, "expected the position of a head, got 'first'"),
+        ({"head": "first"}, "expected the position of a head, \"all\", or None for their mean, got 'first'"),
         (
             {"image": "cat.png"},
             "expected the image as a tensor, an array, a PIL image or the inputs of the model, got a str",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
 import microtome as mt
 from microtome import zoo
@@ -52,6 +53,42 @@ def test_time_without_operators_is_told_from_that_of_layers() -> None:
     first = lines[lines.index("by time") + 1]
     assert first.startswith("0 (no operators)")
     assert any(line.startswith("(no operators): code of a layer between the layers inside it") for line in lines)
+
+
+class Attends(nn.Module):
+    """Its own operators set the peak, and not the layer inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x * 2)
+        return (y @ y.transpose(1, 2)).softmax(-1) @ y
+
+
+def test_the_peak_of_a_call_itself_is_that_of_its_own_operators() -> None:
+    p = mt.profile(Attends().eval(), "1x128x16")
+    assert p.timeline is not None
+    assert [(row.address, row.peak_bytes) for row in ranking(p, 1)["peak_bytes"]] == [("", p.peak_bytes)]
+    assert repr(p.top(1, by="peak")).startswith("(<(root): Attends, 153 KiB own peak memory;")
+    p = mt.profile(nn.Sequential(Attends(), nn.Linear(16, 4096)).eval(), "1x128x16")
+    own = p.own_row(p["0"])
+    assert own is not None
+    assert p.timeline is not None
+    live = [live for live, at in zip(p.timeline.live_bytes, p.timeline.calls, strict=True) if p.calls[at] is p["0"]]
+    assert own.peak_bytes == max(live) < p.peak_bytes
+    by_peak = [row.address for row in p.top(by="peak")]
+    assert by_peak[0] == "1"
+    assert {"0", "0.layer"} < set(by_peak)
+
+
+def test_the_own_peak_is_unknown_without_a_timeline() -> None:
+    p = replace(mt.profile(Attends().eval(), "1x128x16"), timeline=None)
+    own = p.own_row(p.total)
+    assert own is not None
+    assert own.peak_bytes is None
+    assert [row.address for row in p.top(by="peak")] == ["layer"]
 
 
 def test_fewer_than_one_are_refused(p: mt.Profile) -> None:

@@ -859,3 +859,20 @@ def test_every_callback_of_a_backward_is_called_inside_it(outer: bool) -> None:
     backward = [(address, is_backward, path) for address, phase, is_backward, path in told if phase == "backward"]
     assert len(backward) == 10
     assert all(is_backward and path == address for address, is_backward, path in backward)
+
+
+@pytest.mark.parametrize("loss", [nn.functional.mse_loss, nn.MSELoss()])
+def test_a_gradient_of_a_weight_belongs_to_its_module_below_a_loss_and_other_models(loss: Any) -> None:
+    first, second = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Sequential(nn.Linear(4, 2))
+    seen: dict[str, Any] = {}
+    tracker = mt.track()
+    for name, model in (("first", first), ("second", second)):
+        weight = next(model.parameters())
+        weight.register_hook(lambda _, name=name: seen.update({name: tracker.path}))
+    with tracker:
+        for _ in range(2):  # the second time, the runs of before may still be alive
+            seen.clear()
+            loss(second(first(torch.ones(3, 4))), torch.ones(3, 2)).backward()
+            assert sorted(seen) == ["first", "second"]
+            assert all(path is not None and path.endswith("0") for path in seen.values()), seen
+            assert len(set(seen.values())) == 2

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 import threading
 import weakref
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain, count
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -21,7 +21,7 @@ from microtome.engine.interventions import CallInterventions
 from microtome.engine.thread_stacks import is_in_module_call
 from microtome.engine.torch_internals import current_graph_task
 
-_keys = itertools.count()
+_keys = count()
 _start = itemgetter(0)
 
 
@@ -110,11 +110,20 @@ class Thread:
             return next((run for run in before if run is not None), None)
 
     def first_call(self, paths: list[str], run: Run | None) -> Call | None:
-        """The first call of the modules at these paths, in that run or in the latest forward."""
+        """The first call of the modules at these paths, in that run or in the latest forward before it that has one.
+
+        Args:
+            run: None: the latest forward.
+        """
         with self._lock:
-            latest = self.run or (self._recent[-1] if self._recent else None)
-        run = run or latest
-        return None if run is None or not paths else run.first_call(paths)
+            run = run or self.run or (self._recent[-1] if self._recent else None)
+            if run is None or not paths:
+                return None
+            end = bisect_left(self._runs, run.start, key=_start)
+            before = (self._runs[index][1]() for index in range(end - 1, -1, -1))
+            # A loss that is a module is a run of its own, after that of the model.
+            forwards = (one for one in before if one is not None and one.phase == "forward")
+            return next((call for one in chain((run,), forwards) if (call := one.first_call(paths)) is not None), None)
 
 
 class Threads:

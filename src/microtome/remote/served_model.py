@@ -332,6 +332,6 @@ def _check_stateless(state: str | None) -> None:
     if state is not None:
         raise Unsupported(
             f"a server cannot run this model: it carries {state} from run to run, and requests of several clients "
-            "would share it. Put the model in eval mode, have it take and return its state, or run its stages without "
-            "a server"
+            "would share it. Put the model in eval mode, train it with optimizer=, have it take and return its state, "
+            "or run its stages without a server"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from time import perf_counter
 
@@ -40,18 +40,24 @@ def measure_link(connection: Connection, timeout: float = 30.0, max_bytes: int =
     max_bytes = min(max_bytes, connection.max_part or max_bytes)
     pings = [round_trip_s(0, 0) for _ in range(_PINGS + 1)][1:]  # the first opens the connection
     rtt_s = min(pings)
-    up = _bandwidth(lambda nbytes: round_trip_s(nbytes, 0) - rtt_s, max_bytes)
-    down = _bandwidth(lambda nbytes: round_trip_s(0, nbytes) - rtt_s, max_bytes)
+    up = _bandwidth(lambda nbytes: round_trip_s(nbytes, 0), pings, max_bytes)
+    down = _bandwidth(lambda nbytes: round_trip_s(0, nbytes), pings, max_bytes)
     return LinkMeasurement(rtt_s, median(pings) - rtt_s, up, down)
 
 
-def _bandwidth(transfer_s: Callable[[int], float], max_bytes: int) -> float:
-    """Measure bytes per second. Links pass the first bytes after a pause faster, so the last of several counts."""
-    nbytes = _FIRST_BYTES
-    while (spent_s := transfer_s(nbytes)) < _MIN_DURATION_S and nbytes * _GROWTH <= max_bytes:
+def _bandwidth(round_trip_s: Callable[[int], float], pings: Sequence[float], max_bytes: int) -> float:
+    """Measure bytes per second. Links pass the first bytes after a pause faster, so the last of several counts.
+
+    Of messages so short that pings differ by as much as they take, medians are compared, and their duration is at least
+    the spread of pings.
+    """
+    nbytes, rtt_s = _FIRST_BYTES, min(pings)
+    while (spent_s := round_trip_s(nbytes) - rtt_s) < _MIN_DURATION_S and nbytes * _GROWTH <= max_bytes:
         nbytes *= _GROWTH
-    final_s = min(transfer_s(nbytes) for _ in range(1 if spent_s > 1.0 else 2))
-    return nbytes / max(final_s, 1e-6)
+    if spent_s < _MIN_DURATION_S:
+        spread_s = median(pings) - rtt_s
+        return nbytes / max(median(round_trip_s(nbytes) for _ in pings) - median(pings), spread_s, 1e-6)
+    return nbytes / max(min(round_trip_s(nbytes) for _ in range(1 if spent_s > 1.0 else 2)) - rtt_s, 1e-6)
 
 
 def fetch_profile(connection: Connection, calls: int, timeout: float) -> Profile:

@@ -79,8 +79,6 @@ def rows_of(profile: Profile, view: RowSelection) -> list[tuple[Any, str]]:
     if view.sort is not None:
         metric = call_columns()[view.sort].metric
         assert metric is not None
-        if metric.known_of == "calls" and metric.shown != "named":  # (own) rows have those of the calls inside
-            rows = [pair for pair in rows if not pair[0].type.endswith(OWN)]
         if rows and all(_number(row, metric) is None for row, _ in rows):
             raise BadQuery(f"no row has a value of {view.sort!r} to sort by: {why_unknown(profile, metric)}")
         rows.sort(key=lambda pair: -(_number(pair[0], metric) or 0))

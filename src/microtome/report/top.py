@@ -53,7 +53,7 @@ def as_json(profile: Profile, n: int = 10) -> str:
         "model": profile.model,
         "inputs": profile.inputs,
         "top": {
-            name: {"whole": known[name].of(profile.total), "layers": [_record(known, row) for row in rows]}
+            name: {"whole": known[name].of(profile.total), "layers": [_record(profile, known, row) for row in rows]}
             for name, rows in ranking(profile, n).items()
         },
     }
@@ -65,7 +65,7 @@ def report(profile: Profile, n: int = 10) -> Report:
     known, ranked = metrics(profile), ranking(profile, n)
     every = [row for rows in ranked.values() for row in rows]
     scales = {
-        name: scale_of_largest([metric.own(row) for row in every], metric.unit or "count")
+        name: scale_of_largest([profile.own_cost(metric, row) for row in every], metric.unit or "count")
         for name, metric in known.items()
     }
     columns = [
@@ -79,10 +79,11 @@ def report(profile: Profile, n: int = 10) -> Report:
         if rows:
             lines.append(Line((f"by {known[name].label}",), style="bold", kind="section"))
         for row in rows:
-            numbers = {column: _number(metric, row, scales[column]) for column, metric in known.items()}
+            costs = {column: profile.own_cost(metric, row) for column, metric in known.items()}
+            numbers = {column: _number(cost, known[column], scales[column]) for column, cost in costs.items()}
             cells = [Styled(cell, "bold") if column == name else cell for column, cell in numbers.items()]
             lines.append(Line((_name(profile, row), row.type, *cells, _bar(known[name], profile, row, rows[0]))))
-    is_noisy = any(is_noise(metric, metric.own(row)) for metric in known.values() for row in every)
+    is_noisy = any(is_noise(metric, profile.own_cost(metric, row)) for metric in known.values() for row in every)
     noise = [noise_note(profile)] if is_noisy else []
     return Report(
         f"{profile.heading}: the costliest layers",
@@ -93,7 +94,8 @@ def report(profile: Profile, n: int = 10) -> Report:
 
 _NOTES = (
     "costs are those of a layer itself, without the layers inside it; bars are relative to the first of each section",
-    "peak memory: the most live bytes while a layer runs, all weights included, and their share of the model's peak",
+    "peak memory: the most live bytes while a layer's own operators run, all weights included, and their share of the "
+    "model's peak",
 )
 
 
@@ -123,21 +125,22 @@ def _missing(profile: Profile, ranked: dict[str, tuple[Row, ...]]) -> Iterator[s
 
 
 def _most(profile: Profile, metric: Metric, n: int) -> tuple[Row, ...]:
-    costs = [(row, cost) for row in profile if (cost := metric.own(row) or 0) > 0]
+    costs = [(row, cost) for row in profile if (cost := profile.own_cost(metric, row) or 0) > 0]
     return tuple(row for row, _ in sorted(costs, key=lambda pair: -pair[1])[:n])
 
 
-def _number(metric: Metric, row: Row, scale: Scale) -> str:
-    return NOISE if is_noise(metric, metric.own(row)) else scale.write(metric.own(row))
+def _number(cost: float | None, metric: Metric, scale: Scale) -> str:
+    return NOISE if is_noise(metric, cost) else scale.write(cost)
 
 
 def _bar(metric: Metric, profile: Profile, row: Row, first: Row) -> Bar:
     """Return a bar relative to the costliest layer, redder for a larger share of the whole."""
-    cost, whole = metric.own(row), metric.of(profile.total)
+    cost, whole = profile.own_cost(metric, row), metric.of(profile.total)
     part = cost / whole if whole else 0.0
     style = "red" if part >= 0.2 else "yellow" if part >= 0.05 else "green"
-    return Bar(cost / metric.own(first), share(cost, whole), style)
+    return Bar(cost / profile.own_cost(metric, first), share(cost, whole), style)
 
 
-def _record(known: dict[str, Metric], row: Row) -> dict[str, Any]:
-    return {"address": row.address, "type": row.type} | {name: metric.own(row) for name, metric in known.items()}
+def _record(profile: Profile, known: dict[str, Metric], row: Row) -> dict[str, Any]:
+    costs = {name: profile.own_cost(metric, row) for name, metric in known.items()}
+    return {"address": row.address, "type": row.type} | costs

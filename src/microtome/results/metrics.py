@@ -194,8 +194,8 @@ class Metric:
 
     @property
     def titles(self) -> tuple[str, ...]:
-        """Names by which a caller may choose it: its field, its column, and its header and label."""
-        return (self.name, self.column, self.header, self.label)
+        """Names by which a caller may choose it: its field, its column, its header and label, and its name in diffs."""
+        return (self.name, self.column, self.header, self.label, *filter(None, (self.diff,)))
 
     @property
     def share_titles(self) -> tuple[str, ...]:
@@ -314,17 +314,19 @@ _DERIVED = (
 # fmt: on
 
 
-def _load(name: str, label: str, description: str, unit: Unit = "fraction") -> Metric:
+def _load(name: str, label: str, description: str, unit: Unit = "fraction", *, column: str = "") -> Metric:
     def value(row: Any) -> float | None:
         return getattr(getattr(row, "load", None), name, None)
 
-    return Metric(f"load_{name}", label, unit, description, "none", "calls", column=name, requires=LOAD, value=value)
+    return Metric(
+        f"load_{name}", label, unit, description, "none", "calls", column=column or name, requires=LOAD, value=value
+    )
 
 
 _LOADS = (
     _load("cpu", "CPU", "how busy the CPUs were while the call ran"),
     _load("gpu", "GPU", "how busy the GPU was"),
-    _load("memory", "memory", "how much of the memory was in use"),
+    _load("memory", "RAM", "how much of the machine's memory was in use", column="ram"),
     _load("gpu_memory", "GPU memory", "how much of the memory of the GPU was in use"),
     _load("watts", "power", "watts of the machine, where there is a sensor", "watts"),
 )
@@ -338,7 +340,7 @@ METRICS = {metric.name: metric for metric in (*_SUMS, *_DERIVED, *_OF_CALLS, *_L
 IMPORTANCE = (
     "runs", "flops", "time", "device_time", "energy", "measured_peak", "device_share", "time_share", "backward_time",
     "bound", "net_energy", "cpu", "gpu", "watts", "backward_flops", "params", "saved_bytes", "type", "share", "macs",
-    "outputs", "moved_bytes", "peak_bytes", "backward_device", "energy_share", "memory", "gpu_memory",
+    "outputs", "moved_bytes", "peak_bytes", "backward_device", "energy_share", "ram", "gpu_memory",
 )  # fmt: skip
 
 

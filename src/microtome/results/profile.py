@@ -13,7 +13,7 @@ from microtome.errors import BadQuery, NotInstalled
 from microtome.files.reading import File
 from microtome.results.base import Result, render, write
 from microtome.results.measurements import EnergyUse, MemoryUse, Sampling, Timeline, Timing
-from microtome.results.metrics import METRICS, find_choice, why_unknown
+from microtome.results.metrics import METRICS, Metric, find_choice, why_unknown
 from microtome.results.rows import AMOUNTS, Group, Ranking, Row, add, flat, group, tracr_record, upgrade_calls
 from microtome.units import merge_repeats, plural
 
@@ -211,11 +211,31 @@ class Profile(Result, kind="profile", schema=2):
             return None
         whole = [name for name, metric in METRICS.items() if metric.adds_up != "sum" and metric.requires]
         own = {name: None for name in ("load", *whole) if hasattr(row, name)} | {"spreads": {}} | asdict(row.own)
+        own["peak_bytes"] = self.own_peak(row)
         # Further calls of a child share the parameters of its first call. Tied siblings may share more than the whole.
         inside = {child.path: child.shared_params for child in reversed(self.children(row))}
         shared = max(row.shared_params - sum(inside.values()), 0)
         own |= {"inputs": (), "outputs": (), "output_bytes": None}
         return replace(row, type=f"{row.type} (own)", shared_params=shared, **own)  # what was measured is of the whole
+
+    def own_peak(self, row: Row) -> int | None:
+        """Return the peak of live bytes over the operators that a call runs itself; None: it runs none, or unknown."""
+        return row.peak_bytes if row.height == 1 else self._own_peaks.get(row.address)
+
+    @cached_property
+    def _own_peaks(self) -> dict[str, int]:
+        """The peak of live bytes over the operators of the forward that each call runs itself, by its address."""
+        peaks: dict[str, int] = {}
+        if self.timeline is not None:
+            owners = self.timeline.calls[: self.timeline.forward]
+            for call, live in zip(owners, self.timeline.live_bytes, strict=False):
+                address = self.calls[call].address
+                peaks[address] = max(live, peaks.get(address, 0))
+        return peaks
+
+    def own_cost(self, metric: Metric, row: Row) -> Any:
+        """Return the cost of a call without the calls inside it; None: unknown, or it has one only with them."""
+        return self.own_peak(row) if metric.name == "peak_bytes" else metric.own(row)
 
     def by_type(self) -> dict[str, Group]:
         """Return the costs of modules by their type, without the calls inside them, the most FLOPs first."""
@@ -248,8 +268,8 @@ class Profile(Result, kind="profile", schema=2):
         """Return the calls that cost the most without the calls inside them; unknown costs are left out.
 
         Args:
-            by: A metric, by any name that `show(sort=...)` accepts. Calls that contain calls are left out if it does
-                not add up, such as `"peak"`.
+            by: A metric, by any name that `show(sort=...)` accepts. Calls that contain calls are left out if they have
+                it only with these, such as `"output"`.
 
         Raises:
             BadQuery: The metric is unknown of every call.
@@ -259,10 +279,10 @@ class Profile(Result, kind="profile", schema=2):
             hint = f": pass a metric as by={n!r}" if isinstance(n, str) else ""
             raise BadQuery(f"expected n of 1 or more, got {n!r}{hint}")
         metric = METRICS[find_choice(by, names, "metric", " to order by")]
-        costs = [(row, cost) for row in self.calls if isinstance(cost := metric.own(row), int | float)]
+        costs = [(row, cost) for row in self.calls if isinstance(cost := self.own_cost(metric, row), int | float)]
         if not costs:
             raise BadQuery(f"no call has a value of {by!r} to order by: {why_unknown(self, metric)}")
-        return Ranking(metric, (row for row, _ in sorted(costs, key=lambda pair: -pair[1])[:n]))
+        return Ranking(metric, sorted(costs, key=lambda pair: -pair[1])[:n])
 
     def show(
         self,

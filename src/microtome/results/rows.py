@@ -94,19 +94,21 @@ class Ranking(tuple[Row, ...]):
     """Calls in the order of a metric, whose representation begins with it."""
 
     metric: Metric
+    costs: list[float]
 
-    def __new__(cls, metric: Metric, rows: Iterable[Row]) -> Self:
-        ranking = super().__new__(cls, rows)
-        ranking.metric = metric
+    def __new__(cls, metric: Metric, rows: Sequence[tuple[Row, float]]) -> Self:
+        """Take the calls, each with its cost without the calls inside it."""
+        ranking = super().__new__(cls, (row for row, _ in rows))
+        ranking.metric, ranking.costs = metric, [cost for _, cost in rows]
         return ranking
 
     def __repr__(self) -> str:
-        return f"({', '.join(map(self._describe, self))}{',' * (len(self) == 1)})"
+        return f"({', '.join(map(self._describe, self, self.costs))}{',' * (len(self) == 1)})"
 
-    def _describe(self, row: Row) -> str:
-        own = "own " if self.metric.adds_up == "sum" else ""
-        cost = f"{write(self.metric.own(row), self.metric.unit)} {own}{self.metric.label}"
-        return f"<{row.address or '(root)'}: {row.type}, {cost}; {_main_amounts(row)}>"
+    def _describe(self, row: Row, cost: float) -> str:
+        own = "own " if self.metric.adds_up == "sum" or row.height > 1 else ""
+        amount = f"{write(cost, self.metric.unit)} {own}{self.metric.label}"
+        return f"<{row.address or '(root)'}: {row.type}, {amount}; {_main_amounts(row)}>"
 
 
 def merge_rows(rows: Sequence[Row]) -> Row:

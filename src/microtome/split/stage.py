@@ -325,8 +325,18 @@ class Stage:
                 flat = self.flatten_inputs(inputs)
                 check_structure("arguments of the head", self.spec.inputs, flat.spec, is_call=True)
                 run.record_inputs(flat)
-            with session:
-                return self._run(run, inputs)
+            try:
+                with session:
+                    return self._run(run, inputs)
+            except (BadBoundary, Unsupported) as error:
+                if boundary is not None and any(facts.record is boundary.record for facts in self._derived.values()):
+                    raise Unsupported(
+                        f"the facts of the boundary, derived from the shapes of the inputs, are not those of this run: "
+                        f"{error}. Code that reads values before the cut takes another branch, as models of "
+                        "transformers do for an attention_mask without padding: leave it out, or send the boundary of "
+                        "a stage"
+                    ) from error
+                raise
 
     def check_modes(self) -> None:
         """Raise if modules are in another mode, of training or evaluation, than when the model was split."""

@@ -166,7 +166,10 @@ def profile(
 def _check_measured(measure: list[str], *, is_estimated: bool) -> None:
     """Raise if an option of measurements is set that nothing of what is measured uses."""
     if not {"time", "energy", "load"} & set(measure):
-        refuse_options(("warmup", "repeat", "budget_s"), "needs something to measure: add --time")
+        why = (
+            "is of repeated passes, and --memory measures one" if "memory" in measure else "needs something to measure"
+        )
+        refuse_options(("warmup", "repeat", "budget_s"), f"{why}: add --time")
     if not {"time", "energy"} & set(measure):
         refuse_options(("device_time",), "needs something to measure: add --time")
     if "energy" not in measure:

@@ -60,7 +60,9 @@ def plot(
         draw = partial(_draw_query, image=under, row=row or 0, grid=grid, alpha=alpha)
     if head == "all":
         return tile([draw(one, least=_SMALL).pixels for one in weights])
-    return draw(weights.mean(0) if head is None else pick(weights, head, "head"), least=_SIZE)
+    if head is None:
+        return draw(weights.mean(0), least=_SIZE)
+    return draw(pick(weights, head, "head", others=', "all", or None for their mean'), least=_SIZE)
 
 
 def _draw_queries(weights: Tensor, *, least: int) -> Picture:

@@ -130,12 +130,16 @@ def arrange_patches(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
     return tokens[first:].unflatten(0, (height, width))
 
 
-def pick(values: Any, position: Any, noun: str) -> Tensor:
-    """Return one of several layers, heads, rows or samples by its position."""
+def pick(values: Any, position: Any, noun: str, *, others: str = "") -> Tensor:
+    """Return one of several layers, heads, rows or samples by its position.
+
+    Args:
+        others: What the caller accepts instead of a position, for the error.
+    """
     try:
         position = index(position)
     except TypeError as error:
-        raise BadQuery(f"expected the position of a {noun}, got {position!r}") from error
+        raise BadQuery(f"expected the position of a {noun}{others}, got {position!r}") from error
     if not -len(values) <= position < len(values):
         expected = f"expected a {noun} from 0 to {len(values) - 1}" if len(values) else f"there is no {noun}"
         raise BadQuery(f"{expected}, got {position}")
