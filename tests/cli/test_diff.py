@@ -42,6 +42,16 @@ def test_a_profile_of_a_busy_machine_is_noted(files: tuple[Path, Path]) -> None:
     assert f"Note: {files[0]}" not in result.stderr
 
 
+def test_the_page_compares_the_first_profile_with_the_second(files: tuple[Path, Path], tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    result = run(*files, "--html", page)
+    assert result.exit_code == 0
+    assert 'id="section:compare"' in page.read_text()
+    assert mt.load(files[1]).inputs in page.read_text()
+    assert "+7.0 %" in result.output
+    assert "--open needs a page in a file" in run(*files, "--open").output
+
+
 def test_layers_are_selected_by_depth_and_number(tmp_path: Path) -> None:
     for name, width in (("a", 100), ("b", 107)):
         blocks = [nn.Sequential(nn.Linear(4, width * n), nn.Linear(width * n, 4)) for n in (1, 2, 3)]

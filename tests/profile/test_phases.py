@@ -237,6 +237,62 @@ def test_the_roof_is_of_the_lowest_calls_that_were_measured(llama: nn.Module) ->
     assert p.roof is not None
 
 
+def test_many_equal_layers_define_the_roof_together(llama: nn.Module) -> None:
+    layers = mt.profile(nn.Sequential(*(nn.Linear(16, 16) for _ in range(300))), "4x16")
+    with torch.no_grad():
+        counted = mt.profile(llama, {"input_ids": ids()}, phases=("prefill", "decode"))
+    p = replace(counted, prefill=timed(layers, 8.0), decode=timed(layers, 8.0))
+    rates = p.roof
+    assert rates is not None
+    assert max(row.time_s or 0.0 for row in p["decode"] if row.parent is not None) < 0.01 * (
+        p["decode"].total.time_s or 0
+    )
+    assert rates.flops_per_s / 1e9 <= 8.0 * (1 + 1e-9)
+
+
+def test_why_there_is_no_roof_is_said(llama: nn.Module) -> None:
+    with torch.no_grad():
+        counted = mt.profile(llama, {"input_ids": ids()}, phases=("prefill", "decode"))
+    assert "measure='time' measures them" in str(counted)
+    prefill = timed(counted["prefill"], 8.0)
+    slow = replace(prefill, calls=(replace(prefill.total, time_s=1e6), *prefill.calls[1:]))
+    p = replace(counted, prefill=slow, decode=timed(counted["decode"], 8.0))
+    assert p.roof is None
+    text = " ".join(str(p).split())
+    assert "the times of the layers are too short, or too noisy, to measure them" in text
+    alone = replace(counted, prefill=None, decode=timed(counted["decode"], 8.0))
+    assert "measure='time' of both phases measures them" in " ".join(str(alone).split())
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 140])
+def test_columns_that_do_not_fit_are_left_out_whole(
+    llama: nn.Module, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with torch.no_grad():
+        counted = mt.profile(llama, {"input_ids": ids()}, phases=("prefill", "decode"))
+    p = replace(counted, prefill=timed(counted["prefill"], 8.0), decode=timed(counted["decode"], 8.0))
+    monkeypatch.setenv("COLUMNS", str(width))
+    lines = str(p).splitlines()
+    header = [cell.strip() for cell in next(line for line in lines if "┃" in line).split("┃")]
+    assert "…" not in header
+    assert {"phase", "tokens", "time", "tokens/s"} <= set(header)
+    left_out = next((line.removeprefix("no room for: ") for line in lines if line.startswith("no room for")), "")
+    assert len(header) + len(left_out.split(", ") if left_out else []) == 12
+    assert max(map(len, lines)) <= width
+
+
+def test_a_busy_machine_is_noted_for_each_phase(llama: nn.Module, tmp_path: Path) -> None:
+    with torch.no_grad():
+        counted = mt.profile(llama, {"input_ids": ids()}, phases=("prefill", "decode"))
+    decode = timed(counted["decode"], 8.0)
+    assert decode.timing is not None
+    wide = replace(decode.timing, bare=Spread(1.0, 0.5, 2.0, 0.6, 1.8, 30, 0))
+    p = replace(counted, prefill=timed(counted["prefill"], 8.0), decode=replace(decode, timing=wide))
+    text = " ".join(str(p).split())
+    assert "decode: this machine was too busy for these times" in text
+    assert "prefill: this machine" not in text
+
+
 def test_a_report_has_a_row_for_each_phase(llama: nn.Module) -> None:
     with torch.no_grad():
         p = mt.profile(llama, {"input_ids": ids()}, phases=("prefill", "decode"))

@@ -151,3 +151,13 @@ def test_names_are_shortened_and_keep_their_indices() -> None:
     assert shorten("encoder.layer.11.attention.output", 20) == "en…la…11.at…output"
     assert shorten("encoder.layer.11.attention.output", 10) == "enc…output"  # no room for the index
     assert len(shorten(" " * 30 + "x" * 30, 20)) == 20
+
+
+def test_columns_without_an_importance_are_left_out_last_and_never_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = (Column("name", align="left"), Column("first"), Column("second"), Column("third", importance=0))
+    table = Table(columns, (Line(("a", *("1234567890" * 2 for _ in columns[1:]))),))
+    for width, left_out in ((100, ""), (70, "third"), (45, "second, third"), (24, "first, second, third")):
+        monkeypatch.setenv("COLUMNS", str(width))
+        shown = text(Report("a title", (table,)))
+        assert " ".join(shown.partition("no room for: ")[2].split()) == left_out
+        assert "…" not in shown

@@ -5,31 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from microtome.report.notes import interval
+from microtome.report.notes import busy_notes, interval
 from microtome.report.table import Column, Medium, Report, Table
 from microtome.results.metrics import advise
 from microtome.results.phases import Phase, Phases, flops_per_byte, moved_bytes, pass_seconds, pass_time
 from microtome.results.profile import Profile
-from microtome.units import count, plural, ratio, seconds, size, write
+from microtome.units import UNKNOWN, count, plural, ratio, seconds, size, write
 
 
 def report(phases: Phases, medium: Medium = "terminal") -> Report:
     """Describe each phase in a row."""
     counted = (
         Column("phase", lambda row: row[0], "left"),
-        Column("tokens", lambda row: _tokens(phases, row[0])),
-        Column("MACs", lambda row: _count(row[1], "macs")),
-        Column("FLOPs", lambda row: _count(row[1], "flops")),
-        Column("moved", lambda row: size(moved_bytes(row[1]))),
-        Column("FLOPs/B", lambda row: ratio(flops_per_byte(row[1]), pads=True)),
-        Column("peak", lambda row: size(row[1].peak_bytes)),
+        Column("tokens", lambda row: _tokens(phases, row[0]), importance=0),
+        Column("MACs", lambda row: _count(row[1], "macs"), importance=5),
+        Column("FLOPs", lambda row: _count(row[1], "flops"), importance=7),
+        Column("moved", lambda row: size(moved_bytes(row[1])), importance=6),
+        Column("FLOPs/B", lambda row: ratio(flops_per_byte(row[1]), pads=True), importance=8),
+        Column("peak", lambda row: size(row[1].peak_bytes), importance=4),
     )
     measured = (
-        Column("time", lambda row: write(pass_seconds(row[1]), "seconds")),
-        Column("tokens/s", lambda row: ratio(_tokens_per_s(phases, row), pads=True)),
-        Column("FLOP/s", lambda row: count(_per_second(row[1], row[1].total.flops))),
-        Column("moved/s", lambda row: size(_per_second(row[1], moved_bytes(row[1])))),
-        Column("bound by", lambda row: phases.bound(row[0]) or "", "left"),
+        Column("time", lambda row: write(pass_seconds(row[1]), "seconds"), importance=1),
+        Column("tokens/s", lambda row: ratio(_tokens_per_s(phases, row), pads=True), importance=2),
+        Column("FLOP/s", lambda row: count(_per_second(row[1], row[1].total.flops)), importance=9),
+        Column("moved/s", lambda row: size(_per_second(row[1], moved_bytes(row[1]))), importance=10),
+        Column("bound by", lambda row: phases.bound(row[0]) or UNKNOWN, "left", importance=3),
     )
     has_times = any(pass_seconds(profile) is not None for _, profile in phases)
     table = Table.of(counted + measured if has_times else counted, phases)
@@ -96,6 +96,7 @@ def _notes(phases: Phases) -> Iterator[str]:
         speed = f"{ratio(phases.tokens_per_s)} tokens per second"
         yield f"time per token: {seconds(phases.token_s)} ({interval(pass_time(phases.decode))}), {speed}"
     yield from _roofline(phases)
+    yield from (f"{phase}: {note}" for phase, profile in phases for note in busy_notes(profile))
 
 
 def _roofline(phases: Phases) -> Iterator[str]:
@@ -113,8 +114,17 @@ def _roofline(phases: Phases) -> Iterator[str]:
     known = [(phase, intensity) for phase, profile in phases if (intensity := flops_per_byte(profile)) is not None]
     if known:
         texts = ", ".join(f"{phase} {ratio(intensity)}" for phase, intensity in known)
-        how = advise("measure='time'", "--time")
-        yield f"memory bounds a phase above these FLOP/s for each B/s of the machine: {texts}; {how} measures them"
+        yield f"memory bounds a phase above these FLOP/s for each B/s of the machine: {texts}; {_why_no_roof(phases)}"
+
+
+def _why_no_roof(phases: Phases) -> str:
+    """Return why the rates of the fastest layers are not known."""
+    how = advise("measure='time'", "--time")
+    if any(pass_seconds(profile) is None for _, profile in phases):
+        return f"{how} measures them"
+    if phases.prefill is None or phases.decode is None:
+        return f"{how} of both phases measures them"
+    return "the times of the layers are too short, or too noisy, to measure them"
 
 
 def _figures(phases: Phases) -> Iterator[tuple[str, str]]:

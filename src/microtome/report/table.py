@@ -300,6 +300,9 @@ class _Layout:
             name + sum(least[index] + self._gap for index in shown) > width
         ):
             shown.remove(max(droppable, key=lambda index: (table.columns[index].importance or 0, index)))
+        # The others are dropped rather than cut in the middle, where a short name leaves no room either.
+        while shown and min(full[0], shortest) + sum(least[index] + self._gap for index in shown) > width:
+            shown.pop()
         # The name gets what the other columns do not need in full, then those get what it leaves, in order.
         room = width - sum(least[index] + self._gap for index in shown)
         elastic = sum(full[index] - least[index] for index in shown)

@@ -11,10 +11,10 @@ from microtome.files.reading import File
 from microtome.results.base import Result, render, write
 from microtome.results.measurements import Spread
 from microtome.results.profile import Profile
-from microtome.results.rows import Row, upgrade_calls
+from microtome.results.rows import Row, group, upgrade_calls
 
 Phase = Literal["prefill", "decode"]
-#: Layers that take less than this share of a phase do not define the roof: short times are imprecise.
+#: Layers that together take less than this share of a phase do not define the roof: short times are imprecise.
 _LEAST_SHARE = 0.01
 
 
@@ -181,15 +181,17 @@ def flops_per_byte(profile: Profile) -> float | None:
 
 
 def _layer_rates(profile: Profile) -> Iterator[Roof]:
-    """Yield the rates of the lowest measured calls that take some share of the pass."""
+    """Yield the rates of the lowest measured calls; those of a class with equal costs are taken together."""
 
     def seconds_of(row: Row) -> float | None:
         return row.time_s if row.device_s is None else row.device_s
 
     whole = seconds_of(profile.total)
-    for row in profile:
-        seconds, children = seconds_of(row), profile.children(row)
-        if seconds is None or whole is None or any(seconds_of(child) is not None for child in children):
-            continue
-        if row.flops and seconds > 0 and seconds >= _LEAST_SHARE * whole:
-            yield Roof(row.flops / seconds, ((row.read_bytes or 0) + (row.write_bytes or 0)) / seconds)
+    lowest = [row for row in profile if not any(seconds_of(child) is not None for child in profile.children(row))]
+    known = [row for row in lowest if row.flops and seconds_of(row) is not None]
+    alike = group((f"{row.type} {row.flops} {row.read_bytes} {row.write_bytes}", row) for row in known)
+    for rows in alike.values():
+        seconds = sum(seconds_of(row) or 0.0 for row in rows)
+        if whole is not None and seconds > 0 and seconds >= _LEAST_SHARE * whole:
+            moved = sum((row.read_bytes or 0) + (row.write_bytes or 0) for row in rows)
+            yield Roof(sum(row.flops or 0 for row in rows) / seconds, moved / seconds)

@@ -10,7 +10,7 @@ import click
 
 from microtome.cli.completion import complete_file
 from microtome.cli.options.numbers import WholeNumber
-from microtome.cli.options.outputs import Outputs, output_options
+from microtome.cli.options.outputs import Outputs, check_opened, open_option, open_page, output_options
 from microtome.cli.options.profiles import load_profile, note_busy_machines
 from microtome.cli.options.repetition import Command
 from microtome.errors import BadQuery
@@ -59,26 +59,40 @@ class _DiffCommand(Command):
 @click.option("--all", "expand", is_flag=True, help="Show each call inside added and removed modules.")
 @click.option("--depth", type=WholeNumber(1), metavar="N", help=_DEPTH)
 @click.option("--top", type=WholeNumber(1), metavar="K", help="Show the K layers with the largest changes.")
-@output_options("json", "csv", "md")
+@output_options("json", "csv", "md", "html")
+@open_option
 @click.pass_context
 def diff(
-    context: click.Context, /, before: str, after: str, *, limits: dict[str, str], outputs: Outputs, **selected: Any
+    context: click.Context,
+    /,
+    before: str,
+    after: str,
+    *,
+    limits: dict[str, str],
+    outputs: Outputs,
+    is_opened: bool,
+    **selected: Any,
 ) -> None:
     """Compare two profiles that `microtome profile --json` wrote, in total and per layer.
 
     A time that differs by less than the spread of repeated passes is noise and exceeds no limit. Markdown is for pull
-    requests.
+    requests; the HTML page shows A beside B.
     """
     from microtome.report.diff import ChangeSelection, growth, name_of
     from microtome.report.formats import markdown, text
     from microtome.results.diff import diff as compare
 
+    html_file = outputs.files["html"]
+    check_opened(html_file, "--html", is_opened=is_opened)
     profiles = {file: load_profile(file) for file in (before, after)}
     note_busy_machines(profiles)
     result = compare(profiles[before], profiles[after])
     exceeded = result.over(limits)
     view = ChangeSelection(**selected)
-    outputs.write_result(result, partial(text, result, view), md=partial(markdown, result, view))
+    html = partial(profiles[before].to_html, compare=profiles[after])
+    outputs.write_result(result, partial(text, result, view), md=partial(markdown, result, view), html=html)
+    if html_file is not None and is_opened:
+        open_page(html_file)
     for change in exceeded:
         limit = limits[change.quantity].replace("%", " %")
         click.echo(f"Over the limit: {name_of(change)} {growth(change)}, expected at most {limit}", err=True)

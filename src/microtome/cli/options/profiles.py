@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 def load_profile(file: str) -> Profile:
     from microtome.load import load
+    from microtome.results.phases import Phases
     from microtome.results.profile import Profile
 
     if ":" in file and not Path(file).exists():
@@ -23,6 +24,8 @@ def load_profile(file: str) -> Profile:
     result = load(file)
     if not isinstance(result, Profile):
         got = f"a file of kind {result.kind!r}" if isinstance(result, Result) else "a recording"
+        if isinstance(result, Phases):
+            got += ", of which mt.load(F)['prefill'] is one"
         raise BadFile(f"expected a profile in {str(Path(file))!r} (see microtome profile --json), got {got}")
     return result
 
@@ -30,9 +33,12 @@ def load_profile(file: str) -> Profile:
 def note_busy_machines(results: Mapping[str, Any]) -> None:
     """Print a note on each profile among results, by its file, whose machine was too busy for its times."""
     from microtome.report.notes import busy_notes
+    from microtome.results.phases import Phases
     from microtome.results.profile import Profile
 
-    for file, profile in results.items():
-        if not isinstance(profile, Profile):
-            continue
-        print_notes(f"{file}: {note.replace('this machine', 'the machine', 1)}" for note in busy_notes(profile))
+    for file, result in results.items():
+        named = [(file, result)] if isinstance(result, Profile) else []
+        if isinstance(result, Phases):
+            named = [(f"{file}, {phase}", profile) for phase, profile in result]
+        for name, profile in named:
+            print_notes(f"{name}: {note.replace('this machine', 'the machine', 1)}" for note in busy_notes(profile))
