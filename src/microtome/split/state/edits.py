@@ -36,8 +36,11 @@ def forget_history(snapshot: StateSnapshot) -> None:
 def _edited_placeholders(snapshot: StateSnapshot) -> list[tuple[Path, Placeholder]]:
     """The placeholders with a history, and those that were computed from others."""
     values, paths = snapshot.part_values, snapshot.layout.paths
-    found = [(at, values[at]) for at in snapshot.layout.placeholders]
-    return [(paths[at], one) for at, one in found if type(one) is not StatePlaceholder or one.history != ()]
+    return [
+        (paths[at], one)
+        for at in snapshot.layout.placeholders
+        if type(one := values[at]) is not StatePlaceholder or one.history != ()
+    ]
 
 
 def check_not_edited(before: StateSnapshot, after: StateSnapshot, glue: frozenset[Path]) -> None:

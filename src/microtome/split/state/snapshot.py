@@ -7,7 +7,7 @@ once, and reading it again takes one look-up for each part.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import compress, repeat
+from itertools import compress, groupby, repeat
 from operator import getitem, is_, is_not, ne
 from typing import Any, NamedTuple
 
@@ -182,7 +182,9 @@ class StateLayout:
         known = []
         if numbers and not LARGE_DTYPES.issuperset(dtypes):
             known = [(at, one.tolist()) for at, one in enumerate(tensors) if is_known_by_value(one)]
-        return f"{self._text}{plain}{others}{shapes}{dtypes}{known}"
+        # Runs of equal ones, since those of all layers mostly are, and text takes long to write.
+        runs = [[(key, len(list(run))) for key, run in groupby(items)] for items in (shapes, dtypes)]
+        return f"{self._text}{plain}{others}{runs}{known}"
 
 
 def _items_of(value: Any, path: Path) -> Any:
