@@ -78,7 +78,8 @@ def listing() -> list[Target]:
         {"trace": lambda: mt.trace(model, x), "cuts": lambda: mt.cuts(model, x)}, 15, min, clock=process_time
     )
     note = f"resnet50: trace {1e3 * took['trace']:.0f} ms, cuts {1e3 * took['cuts']:.0f} ms"
-    return [Target("resnet50: all cuts / a trace", took["cuts"] / took["trace"], 1.3, note=note)]
+    floor = "beside the trace, cuts record the structure and the attributes of each call, and price 182 cuts"
+    return [Target("resnet50: all cuts / a trace", took["cuts"] / took["trace"], 1.3, note=note, floor=floor)]
 
 
 def run() -> list[Target]:
