@@ -16,8 +16,8 @@ from microtome import zoo
 TOKENS = 24
 #: Why the targets may be missed.
 FLOOR = (
-    "each stage runs the code of the model around its layers, and the tail matches each call that it skips with that of "
-    "the head: some 100 Python functions, none of which takes 3 % of a step"
+    "each stage runs the code of the model around its layers, and the tail matches each call that it skips with that "
+    "of the head: some 100 Python functions, none of which takes 3 % of a step"
 )
 COLD = (
     "the code between two layers runs from cold caches, since each layer reads all of its weights, and takes up to "
