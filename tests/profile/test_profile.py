@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import gc
 import io
 import json
 import sys
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -173,6 +175,57 @@ def test_checkpointing_computes_again_and_keeps_less() -> None:
     assert again.macs == plain.macs
     assert plain.backward_macs < again.backward_macs <= plain.backward_macs + plain.macs
     assert again.saved_bytes < plain.saved_bytes
+
+
+class Attends(nn.Module):
+    """Attention whose checkpoint saves its input alone."""
+
+    def __init__(self, *, again: bool) -> None:
+        super().__init__()
+        self.qkv, self.again = nn.Linear(16, 48), again
+
+    def attend(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
+        return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+    def forward(self, x: Tensor) -> Any:
+        from torch.utils.checkpoint import checkpoint
+
+        x = x * 1.0
+        return (checkpoint(self.attend, x, use_reentrant=False) if self.again else self.attend(x)).relu()
+
+
+@pytest.mark.parametrize("fake", [None, True, False])
+def test_a_checkpoint_of_attention_saves_what_autograd_saves(fake: bool | None) -> None:
+    x, model = torch.rand(8, 32, 16, requires_grad=True), Attends(again=True)
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(x)
+    p = mt.profile(model, x, backward=True, fake=fake)
+    assert p.total.saved_bytes == sum(saved.values())
+    plain = mt.profile(Attends(again=False), x, backward=True, fake=fake)
+    assert (plain.total.saved_bytes or 0) > 2 * sum(saved.values())
+    assert p.peak_bytes <= plain.peak_bytes  # while it computes again, the tensors of the first time are gone
+
+
+def test_a_checkpoint_that_stops_in_attention_keeps_no_tensor_alive() -> None:
+    model = Attends(again=True)
+    alive: list[weakref.ref[Tensor]] = []
+    model.qkv.register_forward_hook(lambda _, __, output: alive.append(weakref.ref(output)))
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(2):
+            mt.profile(model, torch.rand(8, 32, 16, requires_grad=True), backward=True, fake=False)
+        assert len(alive) == 4
+        assert not any(ref() is not None for ref in alive)
+    finally:
+        gc.enable()
 
 
 def test_a_network_in_training_counts_its_statistics_and_stays_in_training() -> None:

@@ -37,10 +37,7 @@ def run_on_meta(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any
     shapes are computed on meta tensors, which every function supports.
     """
     inputs = list(tensors_in((args, kwargs)))
-
-    def compute() -> Any:
-        return map_tensors(partial(_empty, inputs[0].device), meta_output(function, args, kwargs))
-
+    compute = partial(empty_output, function, args, kwargs)
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in inputs):
         return compute()
     return _OpaqueFunction.apply(compute, *inputs)
@@ -54,6 +51,12 @@ _ATTENTION = {
 #: Outputs of functions on meta tensors, by signature.
 _cache: dict[Any, Any] = {}
 _MAX_CACHED = 10_000
+
+
+def empty_output(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """New tensors like the output of a function, without values."""
+    device = next(tensors_in((args, kwargs))).device
+    return map_tensors(partial(_empty, device), meta_output(function, args, kwargs))
 
 
 def meta_output(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

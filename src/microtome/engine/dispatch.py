@@ -12,7 +12,7 @@ from torch import Tensor
 
 from microtome.engine.autograd_owners import AutogradOwners
 from microtome.engine.call import Call
-from microtome.engine.composite_ops import CompositeOp, Function, is_meta_or_fake, meta_output, run_on_meta
+from microtome.engine.composite_ops import CompositeOp, Function, empty_output, is_meta_or_fake, run_on_meta
 from microtome.engine.function_mode import FunctionMode, hide_modes
 from microtome.engine.module_calls import AnyCall
 from microtome.engine.op_mode import OpMode
@@ -189,7 +189,7 @@ class OpDispatcher:
             if where.phase != "recompute" or not ops.has_run:
                 raise
             # A checkpoint stops once it has what it needs, here as the function saves it: the function has run.
-            stop, output = error, meta_output(func, args, kwargs)
+            stop, output = error, empty_output(func, args, kwargs)
         finally:
             ops.silent = False
         composite.end = next_sequence_number()
@@ -198,5 +198,8 @@ class OpDispatcher:
         for method in self._methods.op if ops.has_run else ():
             method(where._replace(composite=composite), func, args, kwargs, output)
         if stop is not None:
-            raise stop
+            try:
+                raise stop
+            finally:
+                stop = None  # else its traceback would keep this frame, and the tensors of the frames around it, alive
         return output

@@ -81,6 +81,8 @@ class TraceRecorder(Probe):
         self._reads: list[Read] = []
         self._values = Storages(device if tensor_mode == "meta" else None, digest_constants=digest_constants)
         self._composites: dict[CompositeOp, _CompositeRecord] = {}
+        #: Of each path whose calls were recomputed in a backward: the composite operators that ran again, by name.
+        self._recomputed: dict[str, list[tuple[str, int]]] = {}
         self._group: _BackwardGroup | None = None
         # What the running operator reads and mutates, recorded before it runs if it mutates anything.
         self._operands: tuple[list[ValueRecord], list[ValueRecord]] = [], []
@@ -227,6 +229,10 @@ class TraceRecorder(Probe):
         if schema.is_product and self._tensor_mode != "real":
             _check_dtypes(schema, read)
         index = len(self._ops)
+        if where.phase == "recompute" and where.call is not None:
+            again = self._recomputed.setdefault(where.call.path, [])
+            if where.composite is not None:
+                again.append((schema.name, index))
         if output.__class__ is Tensor:
             outputs = [self._values.record(output, "op", None, index)]
         else:
@@ -311,7 +317,7 @@ class TraceRecorder(Probe):
         forward = self._ops[composite.op]
         index = len(self._ops)
         alive = [tensor for ref in group.outputs if (tensor := ref()) is not None]
-        own = [self._values[value] for value in (*forward.inputs, *forward.outputs)]
+        own = self._saved_by(forward, group.where)
         made = dict.fromkeys(self._values.record(tensor, "op", None, index) for tensor in alive)
         cost = composite.backward
         composite.backward = NOTHING  # a backward in two parts is counted once
@@ -321,6 +327,16 @@ class TraceRecorder(Probe):
         for value in own:  # which tensors the kernels save depends on the device: inputs and outputs count as saved
             if value.storage.ends is not None:
                 value.storage.ends = max(value.storage.ends, index + 1)
+
+    def _saved_by(self, forward: Op, where: Where) -> list[ValueRecord]:
+        """Return what a composite operator saves for its backward: the inputs and outputs of its last run."""
+        again = None if where.call is None else self._recomputed.get(where.call.path)
+        if again is None:
+            saved: Op | None = forward
+        else:  # backwards run in the opposite order; a recomputation may stop before the end of its last operator
+            at = next((at for at in reversed(range(len(again))) if again[at][0] == forward.name), None)
+            saved = None if at is None else self._ops[again.pop(at)[1]]
+        return [] if saved is None else [self._values[value] for value in (*saved.inputs, *saved.outputs)]
 
     # -- result --------------------------------------------------------------------------------------------------------
 
