@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import textwrap
 import threading
+import weakref
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -13,9 +15,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 import microtome as mt
 from microtome.errors import NotAModule, ProbeError, SessionError, Unsupported
+from microtome.flops.composite import COMPOSITE_FORMULAS
 from tests.engine.test_calls import Log, Repeat, X
 
 
@@ -675,3 +679,36 @@ def test_a_session_of_chosen_modules_follows_them_when_those_above_are_moved() -
         with session:
             model(torch.ones(1))
     assert calls == ["0.0", "1.0", "1.0"]
+
+
+class Attends(nn.Module):
+    """Attention that is computed again in the backward, until it has saved what it needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def attend(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return nn.functional.scaled_dot_product_attention(y, y, y)
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.attend, x * 1.0, use_reentrant=False)
+
+
+def test_a_checkpoint_that_stops_in_attention_leaves_no_tensor_behind() -> None:
+    class Sees(mt.Probe):
+        def op(self, *_: Any) -> None:
+            pass
+
+    model = Attends()
+    alive: list[weakref.ref[Tensor]] = []
+    model.linear.register_forward_hook(lambda _, __, output: alive.append(weakref.ref(output)))
+    gc.collect()
+    gc.disable()
+    try:
+        with mt.Session(model, [Sees()], composite=COMPOSITE_FORMULAS):
+            model(torch.rand(2, 4, 8, requires_grad=True)).sum().backward()
+        assert [ref() for ref in alive] == [None, None]  # the second time, in the backward
+    finally:
+        gc.enable()

@@ -488,3 +488,20 @@ def test_a_server_without_a_codec_of_the_route_is_refused(
     monkeypatch.setattr(service, "CODECS", ("raw", "zstd"))
     with pytest.raises(RemoteError, match=f"{pair[0].address} does not have the codec 'fp16'; it has raw, zstd"):
         connected(*resnet, *(server.address for server in pair), codec="fp16+zstd")
+
+
+@torch.no_grad()
+def test_the_last_requests_are_a_result_with_a_table_and_files(
+    resnet: tuple[nn.Module, Tensor], pair: list[Server], tmp_path: Path
+) -> None:
+    model, x = resnet
+    with connected(model, x, *(server.address for server in pair)) as remote:
+        before = remote.log()
+        list(remote.stream([x] * 6, window=3))
+        log = remote.log()
+    assert len(log.requests) == len(before.requests) + 6
+    assert log.server == " → ".join(server.address for server in pair)
+    assert 1 <= log.window <= 4
+    assert log.wall_s >= max(sent.total_s for sent in log.requests)
+    assert mt.load(log.to_json(tmp_path / "log.json")).requests[-1].hops == log.requests[-1].hops
+    assert len(log.to_csv().splitlines()) == 1 + len(log.requests)

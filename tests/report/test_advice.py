@@ -70,8 +70,21 @@ def test_reasons_name_the_argument_or_the_option(profile: mt.Profile) -> None:
                 assert why_missing(profile, metric) == f"not {metric.requires.done}: add {metric.requires.option}"
 
 
+def test_what_time_stamps_do_not_explain_is_other_programs(profile: mt.Profile) -> None:
+    timed = tuple(replace(row, time_s=1e-3) for row in profile)
+    spread = Spread(47e-3, 46e-3, 50e-3, 45e-3, 56e-3, 30, 0)
+    notes = profile_notes(replace(profile, calls=timed, timing=Timing(spread, 1.143, 1e-9, 2)))
+    assert not any("time stamps add" in note for note in notes)
+    assert any(
+        "too busy for these times: passes with time stamps took 1.14 times as long, and the stamps take only" in note
+        for note in notes
+    )
+
+
 def test_notes_name_the_argument_or_the_option(profile: mt.Profile) -> None:
-    slow = replace(profile, timing=Timing(Spread(1.0, 0.9, 1.1, 0.8, 1.2, 9, 0), 1.5, 1e-6, 2))
+    timed = tuple(replace(row, time_s=1e-3) for row in profile)
+    timing = Timing(Spread(1.0, 0.9, 1.1, 0.8, 1.2, 9, 0), 1.5, 0.5 / len(timed), 2)
+    slow = replace(profile, calls=timed, timing=timing)
     assert "are too long: measure with a smaller depth=" in profile_notes(slow)[-1]
     with on_command_line(["--depth"]):
         assert profile_notes(slow)[-1].endswith("are too long: measure with a smaller --depth")

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
+from itertools import accumulate
 from time import monotonic
 from typing import Any, Self
 
@@ -27,7 +28,7 @@ from microtome.remote.remote_session import LocalSession, RemoteSession
 from microtome.remote.request import RemoteRequest, RequestOptions, RequestState, Route
 from microtome.results.metrics import advise
 from microtome.results.plan import Plan
-from microtome.results.requests import RequestRecord
+from microtome.results.requests import RequestLog, RequestRecord, cut_moves
 from microtome.split.boundary.boundary import Boundary
 from microtome.split.session import StageSession, generate
 from microtome.split.stage import Stage
@@ -106,6 +107,21 @@ class Remote:
     def at(self) -> str | None:
         """The current cut; None: the whole model runs here."""
         return self.route.at
+
+    def log(self) -> RequestLog:
+        """Return the records of the last requests as one result: a table, and files such as CSV."""
+        requests = tuple(self.requests)
+        began = min((sent.began for sent in requests), default=0.0)
+        return RequestLog(
+            model=self.server.model if self.servers else type(self._local.model).__name__,
+            server=self._chain.address,
+            device=self.server.device if self.servers else "",
+            window=_most_in_flight(requests),
+            wall_s=max((sent.began + sent.total_s for sent in requests), default=began) - began,
+            samples=len(requests),
+            requests=requests,
+            moves=cut_moves(self.history),
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, and return its output."""
@@ -387,3 +403,9 @@ class Remote:
         cuts = (self.at or INPUT, *self.route.later)
         where = "all here" if self.at is None else f"cut at {', '.join(map(repr, cuts))}"
         return f"<Remote {type(self._local.model).__name__} at {self._chain.address}, {where}>"
+
+
+def _most_in_flight(requests: Sequence[RequestRecord]) -> int:
+    """Return how many requests were in flight at once, at most."""
+    changes = [(sent.began, 1) for sent in requests] + [(sent.began + sent.total_s, -1) for sent in requests]
+    return max(accumulate(change for _, change in sorted(changes)), default=0)

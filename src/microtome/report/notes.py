@@ -15,6 +15,8 @@ from microtome.units import UNKNOWN, joules, plural, seconds, size, some, watts
 
 #: Above this ratio, measuring has changed the measured times.
 _DISTURBED = 1.05
+#: How much longer than measured time stamps may take from cold caches.
+_COLD = 5
 #: Signs of a busy machine: measured passes over bare ones below this, quartiles this far apart, calls inside a call
 #: longer than it by this, where it takes this share of the total; a type of module below zero by this share.
 _FASTER, _WIDE, _EXCEEDED, _WEIGHT, _BELOW = 0.95, 0.25, 1.05, 0.1, 0.01
@@ -107,19 +109,34 @@ def _gpu(where: dict[str, str]) -> str:
 def _noise(profile: Profile, timing: Timing) -> Iterator[str]:
     """Yield a note with the reasons if the times are unreliable."""
     reasons = []
-    for name, bare, ratio in (
-        ("passes", timing.bare, timing.ratio),
-        ("backwards", timing.backward, timing.backward_ratio),
-    ):
-        if ratio is not None and ratio < _FASTER and timing.is_same_code:
+    for name, bare, ratio, added in _with_stamps(profile, timing):
+        if ratio < _FASTER and timing.is_same_code:
             reasons.append(f"{name} with time stamps were faster than {name} without")
-        if bare is not None and _is_wide(bare):
+        if _is_unexplained(timing, bare, ratio, added):
+            reasons.append(
+                f"{name} with time stamps took {ratio:.3g} times as long, and the stamps take only {seconds(added)} of "
+                f"{seconds(ratio * bare.median)}"
+            )
+        if _is_wide(bare):
             middle = f"{seconds(bare.q1)} to {seconds(bare.q3)}"
             reasons.append(f"the interquartile range of the {name} without time stamps is {middle}")
     if timing.bare.count >= FEW and (row := _exceeded(profile)) is not None:
         reasons.append(f"the calls inside {row.address or 'the model'} sum up to more than its own time")
     if reasons:
         yield _too_busy("; ".join(reasons))
+
+
+def _with_stamps(profile: Profile, timing: Timing) -> Iterator[tuple[str, Spread, float, float]]:
+    """Yield, for each measured phase: its passes without time stamps, the ratio of those with them, and their cost."""
+    calls = sum(row.time_s is not None for row in profile)
+    yield "passes", timing.bare, timing.ratio, calls * timing.stamp_s
+    if timing.backward is not None and timing.backward_ratio is not None:
+        yield "backwards", timing.backward, timing.backward_ratio, 2 * calls * (timing.backward_stamp_s or 0.0)
+
+
+def _is_unexplained(timing: Timing, bare: Spread, ratio: float, added: float) -> bool:
+    """Whether passes with time stamps took longer than the stamps do, even from cold caches."""
+    return timing.is_same_code and ratio > _DISTURBED and _COLD * added < (ratio - 1) * bare.median
 
 
 def _is_wide(bare: Spread) -> bool:
@@ -206,19 +223,21 @@ def _timing(profile: Profile, timing: Timing) -> Iterator[str]:
             f"only {plural(bare.count, 'pass')}: intervals are the range of the passes, and the median of a call may "
             "exceed that of the call around it"
         )
-    if is_disturbed(timing):
+    if is_disturbed(profile, timing):
         less = f": measure with a smaller {advise('depth=', '--depth')}" if len(profile) > 1 else ""
         yield f"time stamps add more than 5 %, so the times of short calls are too long{less}"
 
 
-def is_disturbed(timing: Timing) -> bool:
+def is_disturbed(profile: Profile, timing: Timing) -> bool:
     """Whether time stamps have changed the measured times.
 
-    Not known if passes without them ran other code, or took so different times that these explain the difference.
+    Not known if passes without them ran other code, or if other programs explain the difference: passes took different
+    times, or the stamps take much less than the difference.
     """
-    pairs = (timing.bare, timing.ratio), (timing.backward, timing.backward_ratio)
-    ratios = [ratio for bare, ratio in pairs if bare is not None and ratio is not None and not _is_wide(bare)]
-    return timing.is_same_code and max(ratios, default=0.0) > _DISTURBED
+    return timing.is_same_code and any(
+        ratio > _DISTURBED and not _is_wide(bare) and not _is_unexplained(timing, bare, ratio, added)
+        for _, bare, ratio, added in _with_stamps(profile, timing)
+    )
 
 
 def _depth(profile: Profile) -> Iterator[str]:

@@ -52,6 +52,7 @@ def report(plan: Plan, view: CandidateSelection | None = None, medium: Medium = 
     if medium == "html":
         longest = max(one.latency_s for one in rows) or 1.0
         columns.append(Column("where the time goes", lambda one: _segments(plan, one, longest), "left"))
+    charted = _over_cuts(plan) if view.top is None else _in_run_order(plan, rows)
     winner = plan.winner
     table = Table.of(
         columns,
@@ -72,8 +73,8 @@ def report(plan: Plan, view: CandidateSelection | None = None, medium: Medium = 
     return Report(
         _title(plan),
         (table,),
-        tuple(_notes(plan, rows)),
-        chart=lambda width: _chart(plan, _over_cuts(plan) if view.top is None else _in_run_order(plan, rows), width),
+        tuple(_notes(plan, rows, charted if medium == "terminal" else rows)),
+        chart=lambda width: _chart(plan, charted, width),
         figures=tuple(figures),
         legend=(*_colours(plan).items(), (_between_name(plan), LINK)),
     )
@@ -313,7 +314,7 @@ def _title(plan: Plan) -> str:
     return f"{plan.title}{on}: {plan.winner.name} ({chosen}; {links})"
 
 
-def _notes(plan: Plan, shown: Sequence[Candidate]) -> Iterator[str]:
+def _notes(plan: Plan, shown: Sequence[Candidate], charted: Sequence[Candidate]) -> Iterator[str]:
     winner = plan.winner
     if plan.tokens is not None:
         yield "a pass is a whole answer: latency, energy and bytes are of all its tokens"
@@ -334,7 +335,8 @@ def _notes(plan: Plan, shown: Sequence[Candidate]) -> Iterator[str]:
         are = "is" if len(refused) == 1 else "are"
         yield f"{len(refused)} of {len(plan)} candidates {are} refused; {refused[0].name}: {refused[0].refused}"
     if len(shown) < len(plan):
-        yield f"{len(shown)} of {len(plan)} candidates shown"
+        others = "" if len(charted) == len(shown) else f" in the table, {len(charted)} in the chart"
+        yield f"{len(shown)} of {len(plan)} candidates shown{others}"
     yield from (f"{name}: {machine}" for name, machine in plan.devices.items())
     if plan.codec_costs:
         yield f"codecs: {plan.codec_costs}"

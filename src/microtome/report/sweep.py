@@ -24,6 +24,8 @@ LONGEST = 6
 _HEAD, _BETWEEN, _TAIL = "█", "░", "▓"
 _COLOURS = {_HEAD: EDGE, _BETWEEN: LINK, _TAIL: CLOUD}
 _BEST, _PLANNED = "*", "p"
+#: How many times a planned time differs from the measured one where its profile was disturbed.
+_FAR = 3
 
 
 def report(sweep: Sweep, medium: Medium = "terminal") -> Report:
@@ -137,10 +139,25 @@ def _compare(sweep: Sweep, medium: Medium) -> Iterator[str]:
         yield f"{mark} the plan's: {says}, and it took {seconds(planned.total_s)}, {slower}"
 
 
+def planned_notes(sweep: Sweep) -> Iterator[str]:
+    """Yield what the planned times rest on, and whether they can be."""
+    if sweep.planned is None:
+        return
+    yield "planned: from a profile on each side and codec costs, taken after the requests"
+    here = next((row for row in sweep.measured if row.at is None), None)
+    if here is not None and here.planned_s and not 1 / _FAR < here.planned_s / here.total_s < _FAR:
+        yield (
+            f"the plan is of a busy machine: all here took {seconds(here.total_s)}, and its profile says "
+            f"{seconds(here.planned_s)}. Close other programs, or, where both sides share a machine, give each its "
+            "threads with OMP_NUM_THREADS"
+        )
+
+
 def _notes(sweep: Sweep, shown: Sequence[CutTiming]) -> Iterator[str]:
     if sweep.tied:
         yield f"cannot be told from the best: {some([row.name for row in sweep.tied], 3)}"
     yield f"medians of {plural(sweep.repeat, 'request')} a cut, taken in turns, one on its way at a time"
+    yield from planned_notes(sweep)
     if len(shown) < len(sweep):
         files = advise("to_csv, to_json and to_html", "--csv, --json and --html")
         yield f"shown: {len(shown)} of {len(sweep)}; {files} have all"

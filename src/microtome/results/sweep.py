@@ -110,9 +110,10 @@ class Sweep(Result, kind="sweep"):
 
     @property
     def tied(self) -> tuple[CutTiming, ...]:
-        """Others within the noise of the best: the middle halves of their requests overlap."""
+        """Others within the noise of the best, the fastest first: the middle halves of their requests overlap."""
         best = self.best
-        return tuple(row for row in self.measured if row is not best and row.total_q1_s <= best.total_q3_s)
+        tied = (row for row in self.measured if row is not best and row.total_q1_s <= best.total_q3_s)
+        return tuple(sorted(tied, key=lambda row: row.total_s))
 
     def __iter__(self) -> Iterator[CutTiming]:
         return iter(self.rows)

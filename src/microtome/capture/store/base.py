@@ -14,6 +14,7 @@ from microtome.capture.store.series import Series
 from microtome.capture.store.stats import Histogram, Stats
 from microtome.engine.torch_internals import storage_id
 from microtome.errors import BadQuery, NoMatch
+from microtome.units import size
 
 #: The memory of a tensor beside its values: the object, its storage, its entry in a store. About 820 bytes were
 #: measured for any shape; without them, millions of scalars would take hundreds of times the limit.
@@ -147,6 +148,15 @@ def to_contiguous(tensor: Tensor) -> Tensor:
     if tensor.layout is not torch.strided:
         raise BadQuery(f"expected a dense tensor, got layout {tensor.layout}: convert it with .to_dense()")
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def check_limit(name: str, nbytes: int, limit_bytes: int | None) -> None:
+    """Raise if a tensor never fits."""
+    if limit_bytes is not None and nbytes > limit_bytes:
+        raise BadQuery(
+            f"a tensor of {name!r} has {size(nbytes)}, above the limit of {size(limit_bytes)} for all; raise the "
+            "limit, or reduce the output"
+        )
 
 
 def must_copy(contiguous: Tensor, tensor: Tensor, *, borrowed: bool) -> bool:

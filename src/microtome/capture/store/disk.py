@@ -11,7 +11,15 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from microtome.capture.store.base import Keep, RunEntry, TensorStore, memory_bytes, must_copy, to_contiguous
+from microtome.capture.store.base import (
+    Keep,
+    RunEntry,
+    TensorStore,
+    check_limit,
+    memory_bytes,
+    must_copy,
+    to_contiguous,
+)
 from microtome.capture.store.batch import Batch, ShardWriter, can_be_own_part
 from microtome.capture.store.folder import LOCK, MANIFEST, claim, open_recording, record_error
 from microtome.capture.store.index import INDEX, tensor_key
@@ -95,6 +103,7 @@ class DiskStore(TensorStore):
             if self._keep == "all":
                 self._check_dtype(name, tensor)
                 contiguous = to_contiguous(tensor).cpu()
+                check_limit(name, contiguous.nbytes, self._limit_bytes)
                 borrowed = must_copy(contiguous, tensor, borrowed=borrowed)
                 self._full |= self._limit_bytes is not None and self.nbytes + contiguous.nbytes > self._limit_bytes
             if self._keep == "all" and not self._full:

@@ -8,11 +8,17 @@ from collections import OrderedDict, deque
 import torch
 from torch import Tensor
 
-from microtome.capture.store.base import OVERHEAD_BYTES, Keep, RunEntry, TensorStore, must_copy, to_contiguous
+from microtome.capture.store.base import (
+    OVERHEAD_BYTES,
+    Keep,
+    RunEntry,
+    TensorStore,
+    check_limit,
+    must_copy,
+    to_contiguous,
+)
 from microtome.capture.store.series import Series, in_memory
 from microtome.capture.store.stats import Stats
-from microtome.errors import BadQuery
-from microtome.units import size
 
 #: Copies of tensors of at least this size are pooled, in pools of 1/32 of the limit.
 _MIN_POOLED_BYTES = 16 * 1024
@@ -122,11 +128,7 @@ class MemoryStore(TensorStore):
 
     def _free_memory(self, name: str, nbytes: int) -> None:
         """Drop tensors until another one fits."""
-        if self._limit_bytes is not None and nbytes > self._limit_bytes:
-            raise BadQuery(
-                f"a tensor of {name!r} has {size(nbytes)}, above the limit of {size(self._limit_bytes)} for all; "
-                f"raise the limit, or reduce the output"
-            )
+        check_limit(name, nbytes, self._limit_bytes)
         numbers = self._numbers.get(name, deque())
         while self._last is not None and len(numbers) >= self._last:
             self._drop(numbers[0])

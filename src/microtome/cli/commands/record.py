@@ -76,7 +76,7 @@ def record(*, model: ModelOptions, select: tuple[str, ...], data: str, batch: in
         f"{size(totals.nbytes)} {what}in {seconds(totals.seconds)} ({_rate(totals)}), in {options['to']}"
     )
     if recorder.dropped:
-        print_notes([_describe_dropped(totals.records, recorder.dropped, options["limit"], append=options["append"])])
+        print_notes([_describe_dropped(totals.records, recorder.dropped, options["limit"])])
 
 
 @contextmanager
@@ -97,10 +97,10 @@ def _note_if_ended_early(recorder: ActivationRecorder, batch: int, samples: int,
         raise
 
 
-def _describe_dropped(records: int, dropped: int, limit: str, *, append: bool) -> str:
+def _describe_dropped(records: int, dropped: int, limit: str) -> str:
     if dropped == records:
-        why = "the first, with those of before, exceeds" if append else "the first is larger than"
-        return f"none of the records was written, only their statistics: {why} --limit {limit}"
+        why = f"the first, with those of before, exceeds --limit {limit}"
+        return f"none of the records was written, only their statistics: {why}"
     written = f"{records - dropped} of {records} records were written"
     return f"{written}: the others, above --limit {limit}, are in the statistics"
 

@@ -80,5 +80,8 @@ def _text(name: str, rows: list[_TrackRow]) -> str:
     )
     note = "backward: the order in which autograd reached each call"
     if any(row.backward is None for row in rows):
-        note += f"; {UNKNOWN}: it did not, as the call's output needs no gradient or none flows back through it"
+        note += (
+            f"; {UNKNOWN}: it did not, as the call runs no operator that autograd records (nn.Identity), its output "
+            "needs no gradient, or none flows back through it"
+        )
     return render_text(Report(f"{name}: the order of calls", (Table.of(columns, rows),), (note,)))

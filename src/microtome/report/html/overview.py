@@ -145,7 +145,7 @@ def caveats(profile: Profile) -> list[str]:
     if profile.timing is not None and profile.timing.compiled:
         compiled = seconds(profile.timing.bare.median)
         sentences.append(f"Times are those of the uncompiled model; compiled, a forward takes {compiled}.")
-    if profile.timing is not None and is_disturbed(profile.timing):
+    if profile.timing is not None and is_disturbed(profile, profile.timing):
         sentences.append("Time stamps add more than 5 %: the times of short calls are too long.")
     if profile.timing is not None and profile.timing.bare.count < FEW:
         sentences.append(f"Times are medians of only {profile.timing.bare.count} passes: parts may exceed the whole.")

@@ -8,10 +8,10 @@ from html import escape
 from microtome.report.html.document import read_asset
 from microtome.report.palette import variables
 from microtome.report.requests import short
-from microtome.report.sweep import CELLS, LONGEST, cell, has_energy
+from microtome.report.sweep import CELLS, LONGEST, cell, has_energy, planned_notes
 from microtome.report.text import shorten
 from microtome.results.sweep import CutTiming, Sweep
-from microtome.units import plural, rate, ratio, seconds
+from microtome.units import plural, rate, ratio, seconds, some
 
 #: Pixels of the chart: of names, of bars, of the figures beside them, and of a row.
 _NAMES, _BARS, _FIGURES, _ROW = 250, 560, 90, 18
@@ -120,7 +120,7 @@ def _summary(sweep: Sweep) -> Iterator[str]:
     else:
         yield f"There is no plan: {sweep.no_plan}."
     if sweep.tied:
-        yield f"Cannot be told from the best: {', '.join(row.name for row in sweep.tied[:8])}."
+        yield f"Cannot be told from the best: {some([row.name for row in sweep.tied], 8)}."
 
 
 def _footnotes(sweep: Sweep) -> Iterator[str]:
@@ -130,5 +130,6 @@ def _footnotes(sweep: Sweep) -> Iterator[str]:
         f"{rate(link.up_bytes_per_s)}, back {rate(link.down_bytes_per_s)}, round trip {seconds(link.rtt_s)}."
     )
     yield f"Medians of {plural(sweep.repeat, 'request')} a cut, taken in turns, one on its way at a time."
+    yield from (f"{note[0].upper()}{note[1:]}." for note in planned_notes(sweep))
     yield f"Energy: {short(sweep.energy)}."
     yield "Here: " + ", ".join(f"{name} {value}" for name, value in sweep.environment.items())

@@ -108,7 +108,8 @@ def _quantize(tensor: Tensor, channel: int | None = None) -> CodedTensor | None:
     peaks = numbers.abs().amax(reduced, keepdim=True)
     if not (peaks <= limits.max / 2).all():  # also false for NaN
         return None
-    scales = (peaks / 127).clamp_min(limits.tiny)
+    # Not by the number 127: CUDA multiplies by its reciprocal, which rounds differently.
+    scales = (peaks / torch.full_like(peaks, 127)).clamp_min(limits.tiny)
     rounded = (numbers / scales).round_().clamp_(-127, 127)
     return CodedTensor(_empty_like(tensor, torch.int8).copy_(rounded), scales, channel)
 
