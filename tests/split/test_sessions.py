@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import microtome as mt
+from microtome.engine.pytree import as_state
 from microtome.errors import BadBoundary, BadInputs, BadQuery, SessionError, Unsupported
 from microtome.split.execution.placeholder import Placeholder, PlaceholderRead
+from microtome.split.state.contents import fill_placeholders
 from microtome.split.state.snapshot import StateSnapshot, digest_of
 
 
@@ -604,3 +606,14 @@ def test_states_passed_by_keyword_in_another_order_than_that_of_their_names() ->
     b, a = Memory(3), Memory(3)
     for step in range(5):
         assert session(x=x + step, b=b, a=a)["out"].equal(model(x=x + step, b=one, a=other)["out"])
+
+
+def test_a_state_that_is_filled_to_analyze_a_model_keeps_the_devices_of_its_parts() -> None:
+    memory = Memory(2)
+    memory.device, memory.lengths[0] = torch.device("meta"), torch.ones(1, dtype=torch.int64)  # type: ignore[attr-defined]
+    memory.kept[1] = torch.zeros(2, 3, device="meta")
+    with as_state((Memory,)):
+        filled = fill_placeholders(memory)
+    assert (filled.device, filled.kept[1].device.type) == (torch.device("meta"), "meta")
+    assert filled.lengths[0].equal(torch.ones(1, dtype=torch.int64))
+    assert filled.lengths[0] is not memory.lengths[0]

@@ -366,5 +366,10 @@ def fill_placeholders(leaf: Any) -> Any:
     def make_zeros(spec: PlaceholderSpec, path: Path) -> Tensor:
         return torch.zeros(spec.shape, dtype=PLACEHOLDER_DTYPES[spec.dtype], device=_value_at(leaf, path).device)
 
-    devices = {str(part.value.device) for part in StateSnapshot.of(leaf).values() if isinstance(part.value, Tensor)}
-    return apply_changes(None, describe_state(leaf), torch.device(min(devices, default="cpu")), make_zeros)
+    filled = apply_changes(None, describe_state(leaf), None, make_zeros)
+    for path, part in StateSnapshot.of(leaf).items():  # layers may be on several devices
+        if isinstance(part.value, torch.device):
+            set_part(filled, path, part.value)
+        elif isinstance(part.value, Tensor) and is_known_by_value(part.value):
+            set_part(filled, path, part.value.detach().clone())
+    return filled
