@@ -211,6 +211,27 @@ def test_a_checkpoint_of_attention_saves_what_autograd_saves(fake: bool | None) 
     assert p.peak_bytes <= plain.peak_bytes  # while it computes again, the tensors of the first time are gone
 
 
+@pytest.mark.parametrize("fake", [None, False])
+def test_of_a_shared_module_only_the_calls_in_a_checkpoint_are_computed_again(fake: bool | None) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Twice(nn.Module):
+        def __init__(self, *again: bool) -> None:
+            super().__init__()
+            self.inner, self.again = Attends(again=False), again
+
+        def forward(self, x: Tensor) -> Any:
+            for again in self.again:
+                x = checkpoint(self.inner, x * 1.0, use_reentrant=False) if again else self.inner(x * 1.0)
+            return x
+
+    def saved(*again: bool) -> int:
+        x = torch.rand(8, 32, 16, requires_grad=True)
+        return mt.profile(Twice(*again), x, backward=True, fake=fake).total.saved_bytes or 0
+
+    assert saved(True, True) < saved(True, False) == saved(False, True) < saved(False, False)
+
+
 def test_a_network_in_training_counts_its_statistics_and_stays_in_training() -> None:
     model, x = zoo.build("tiny-resnet")
     evaluated: Any = mt.profile(model, x).total

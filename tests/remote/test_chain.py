@@ -502,6 +502,7 @@ def test_the_last_requests_are_a_result_with_a_table_and_files(
     assert len(log.requests) == len(before.requests) + 6
     assert log.server == " → ".join(server.address for server in pair)
     assert 1 <= log.window <= 4
+    assert log.samples is None
     assert log.wall_s >= max(sent.total_s for sent in log.requests)
     assert mt.load(log.to_json(tmp_path / "log.json")).requests[-1].hops == log.requests[-1].hops
     assert len(log.to_csv().splitlines()) == 1 + len(log.requests)

@@ -13,14 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from microtome.engine.symbolic_shapes import NO_SIZE
 from microtome.engine.torch_internals import interpret_sizes, size_functions
 
 #: The most sizes of the model's inputs for which a condition is written out.
 _MAX_CASES = 64
 #: The most steps after which a size must repeat itself, but for a constant.
 _MAX_PERIOD = 1024
-#: What the functions of torch raise for sizes that no run has: a division by zero, the remainder of a negative size.
-_NO_SIZE = (ZeroDivisionError, AssertionError)
 #: Torch takes a symbol for this size or a larger one.
 _SMALLEST = 2
 
@@ -150,7 +149,7 @@ class SizeSubstitution:
         """Whether a condition is not false of the example."""
         try:
             return bool(condition.subs(self._example) != False)  # noqa: E712  of sympy
-        except _NO_SIZE:
+        except NO_SIZE:
             return False
 
     def _cases(self, expression: Any) -> list[Any] | None:
@@ -171,7 +170,7 @@ class SizeSubstitution:
             return None
         try:
             cases = [expression.subs(dict(zip(hidden, one, strict=True))) for one in itertools.product(*values)]
-        except _NO_SIZE:
+        except NO_SIZE:
             return None
         return list(dict.fromkeys(map(_simplify, cases)))
 
@@ -181,7 +180,7 @@ def _reachable(new: Any, size: Any) -> list[Any]:
     try:
         least = size.subs(dict.fromkeys(size.free_symbols, _SMALLEST))
         alone = size.subs(dict.fromkeys(size.free_symbols, 1)) < least
-    except _NO_SIZE:  # no run has such sizes
+    except NO_SIZE:  # no run has such sizes
         return []
     return [new >= least] if least > 1 and alone else []
 

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from microtome.engine.torch_internals import fake_tensor_types
 
+#: What the functions of torch raise for sizes that no run has: a division by zero, the remainder of a negative size.
+NO_SIZE = (ZeroDivisionError, AssertionError)
 #: A symbol in an expression.
 SYMBOL = re.compile(r"\b[a-z]+\d+\b")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -121,14 +123,14 @@ def _value_of(size: Any, values: dict[Any, int]) -> int | None:
     """The value of a size; None: there is none, as of the remainder of a negative number."""
     try:
         return int(size if isinstance(size, int) else size.subs(values))
-    except AssertionError:  # of torch's functions of sympy
+    except NO_SIZE:
         return None
 
 
 def _holds(condition: Any, values: dict[Any, int]) -> bool:
     try:
         return bool(condition.subs(values))
-    except AssertionError:
+    except NO_SIZE:
         return False
 
 

@@ -118,7 +118,7 @@ class Remote:
             device=self.server.device if self.servers else "",
             window=_most_in_flight(requests),
             wall_s=max((sent.began + sent.total_s for sent in requests), default=began) - began,
-            samples=len(requests),
+            samples=None,
             requests=requests,
             moves=cut_moves(self.history),
         )

@@ -77,7 +77,7 @@ def _title(log: RequestLog) -> str:
     is_one_cut = len(places) == 1 and log.requests[0].at is not None
     where = f"cut at {places[0]}" if is_one_cut else " then ".join(places[:_FEW]) or "not run"
     count = len(log.requests)
-    samples = f" of {ratio(log.samples / count)} samples" if log.samples > count > 0 else ""
+    samples = f" of {ratio(log.samples / count)} samples" if log.samples and log.samples > count > 0 else ""
     return (
         f"{log.title} at {log.server} ({log.device}), {where}: {plural(count, 'request')}{samples} in "
         f"{seconds(log.wall_s)}, {ratio(log.rate_per_s)} a second"

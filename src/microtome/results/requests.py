@@ -126,7 +126,7 @@ class RequestLog(Result, kind="run"):
         device: The device of the server.
         window: The most requests in flight.
         wall_s: Seconds from the first request to the last answer.
-        samples: The number of samples in the requests.
+        samples: The number of samples in the requests; None: not known.
         requests: A record of each.
         moves: The moves of the cut, with the reasons.
         energy_j: Joules of this device over that time; None: not measured.
@@ -138,7 +138,7 @@ class RequestLog(Result, kind="run"):
     device: str
     window: int
     wall_s: float
-    samples: int
+    samples: int | None
     requests: tuple[RequestRecord, ...]
     moves: tuple[CutMove, ...] = ()
     energy_j: float | None = None
